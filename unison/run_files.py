@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
 
 from unison.config import Execution, MechanismConfig, Output, TrainConfig
 from unison.errors import BadInput, CheckpointFailed
@@ -219,7 +220,13 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
-    metadata = {"state": json.dumps(_taken_out(state, tensors))}
+
+    def taken_out(value: Tensor) -> dict[str, Any]:
+        name = str(len(tensors))
+        tensors[name] = value.detach().contiguous()
+        return {_TENSOR: name, "strides": list(value.stride())}
+
+    metadata = {"state": json.dumps(tree_map_only(Tensor, taken_out, state))}
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as error:  # what it makes of a full disk
@@ -234,41 +241,22 @@ def read_state(path: Path) -> dict[str, Any]:
     """
     from safetensors import SafetensorError, safe_open
 
+    def is_tensor(value: Any) -> bool:
+        return isinstance(value, dict) and _TENSOR in value
+
+    def put_back(value: Any) -> Any:
+        if not is_tensor(value):
+            return value
+        found = tensors[value[_TENSOR]]
+        placed = torch.empty_strided(found.shape, value["strides"], dtype=found.dtype)
+        return placed.copy_(found)
+
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             state = parse((file.metadata() or {}).get("state", ""), path)
-        return _put_back(state, tensors)
+        return tree_map(put_back, state, is_leaf=is_tensor)
     except BadInput:
         raise
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"{path} is damaged: {cut(str(error))}") from None
-
-
-def _taken_out(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The value with a mark in the place of each tensor, which goes into `tensors`."""
-    match value:
-        case Tensor():
-            name = str(len(tensors))
-            tensors[name] = value.detach().contiguous()
-            return {_TENSOR: name, "strides": list(value.stride())}
-        case Mapping():
-            return {key: _taken_out(each, tensors) for key, each in value.items()}
-        case list():
-            return [_taken_out(each, tensors) for each in value]
-        case _:
-            return value
-
-
-def _put_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    match value:
-        case dict() if _TENSOR in value:
-            found = tensors[value[_TENSOR]]
-            placed = torch.empty_strided(found.shape, value["strides"], dtype=found.dtype)
-            return placed.copy_(found)
-        case dict():
-            return {key: _put_back(each, tensors) for key, each in value.items()}
-        case list():
-            return [_put_back(each, tensors) for each in value]
-        case _:
-            return value

@@ -37,6 +37,8 @@ verify = typer.Typer(
     help="Check what unison promises: by itself, on runs and models of your own.",
 )
 
+CLAIM_COLUMNS = ("claim", "compared", "ranks", "trainings", "largest difference", "verdict")
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Html = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the figures as one page of HTML too.")
@@ -134,14 +136,7 @@ def _tell(
                 title,
                 summary,
                 is_good=not failed,
-                columns=(
-                    "claim",
-                    "compared",
-                    "ranks",
-                    "trainings",
-                    "largest difference",
-                    "verdict",
-                ),
+                columns=CLAIM_COLUMNS,
                 rows=[_row(each) for each in verdicts],
                 faults=[fault for each in verdicts for fault in each.faults],
                 about=about,

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
@@ -59,6 +58,7 @@ from unison.clip.norms import NORM_METHODS, from_records, measure
 from unison.kernels import multi_tensor
 from unison.kernels.available import has_triton, on_device_of, plain_arithmetic
 from unison.ops import Product, Record
+from unison.schema import version_of
 
 FORMAT = 1
 FOLDER_VARIABLE = "UNISON_CACHE_DIR"
@@ -434,12 +434,7 @@ def versions() -> dict[str, str]:
 
     The latter change while the version does not.
     """
-    found = {}
-    for name in ("torch", "triton", "unison"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # run from its source tree
-            found[name] = "unknown"
+    found = {name: version_of(name) or "unknown" for name in ("torch", "triton", "unison")}
     root = Path(__file__).resolve().parents[1]
     digest = sha256()
     for path in [*sorted((root / "kernels").rglob("*.py")), root / "clip" / "measured.py"]:

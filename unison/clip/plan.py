@@ -42,7 +42,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unison import check
 from unison.clip.costs import (
@@ -56,7 +56,6 @@ from unison.clip.costs import (
     Choice,
     Cost,
     LayerShape,
-    UseShape,
     choice_cost,
     describe,
     method_costs,
@@ -65,6 +64,7 @@ from unison.clip.costs import (
 from unison.clip.norms import NORM_METHODS
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
+from unison.schema import build, parse
 
 if TYPE_CHECKING:
     from unison.clip.calibration import Calibration
@@ -459,24 +459,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         """Return the plan that `to_json` wrote."""
-
-        def alternative(fields: dict[str, Any]) -> Alternative:
-            choice, cost = Choice(**fields["choice"]), Cost(**fields["cost"])
-            return Alternative(**{**fields, "choice": choice, "cost": cost})
-
-        fields = json.loads(text)
-        layers = []
-        for each in fields["layers"]:
-            uses = tuple(UseShape(**use) for use in each["layer"]["uses"])
-            layers.append(
-                LayerPlan(
-                    layer=LayerShape(**{**each["layer"], "uses": uses}),
-                    chosen=alternative(each["chosen"]),
-                    alternatives=tuple(map(alternative, each["alternatives"])),
-                    forward_seconds=each["forward_seconds"],
-                )
-            )
-        return cls(**{**fields, "layers": tuple(layers)})
+        return build(cls, parse(text, "the plan"), "the plan")
 
     def __str__(self) -> str:
         """Return one line for all layers of a kind, and a line about all of them.

@@ -64,6 +64,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         self.directory, self.split, self._description = directory, split, description
         self._maps: tuple[np.ndarray, np.ndarray | None] | None = None
         self._emptied = np.zeros(0, dtype=np.int64)
+        self._is_numbered = False
 
     def emptied(self, indices: Indices) -> "RowDataset":
         """The same rows, of which some hold nothing: padding, and no targets.
@@ -75,6 +76,12 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         """
         other = copy.copy(self)
         other._emptied = self._checked(indices)
+        return other
+
+    def numbered(self) -> "RowDataset":
+        """The same rows, whose items have their numbers in the data set too, `sample_ids`."""
+        other = copy.copy(self)
+        other._is_numbered = True
         return other
 
     @classmethod
@@ -130,8 +137,10 @@ class RowDataset(Dataset[dict[str, Tensor]]):
 
     def __getitems__(self, indices: Indices) -> list[dict[str, Tensor]]:
         """Read several items at once; `DataLoader` calls this."""
-        pairs = zip(*self.rows(indices).values(), strict=True)
-        return [{"input_ids": inputs, "labels": labels} for inputs, labels in pairs]
+        columns = self.rows(indices)
+        if self._is_numbered:
+            columns["sample_ids"] = torch.as_tensor(indices)
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def rows(self, indices: Indices) -> dict[str, Tensor]:
         """Read rows as one batch.

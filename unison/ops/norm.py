@@ -199,18 +199,9 @@ def batch_norm(
     return _tap_channels(tap, y, input, weight, bias, normalise)
 
 
-@rule(torch.batch_norm)
-def plain_batch_norm(
-    tap: Tap,
-    input: Any,  # noqa: A002
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-    *_: Any,
-) -> Any:
-    """`torch.batch_norm`."""
-    return batch_norm(tap, input, running_mean, running_var, weight, bias, training, momentum, eps)
+# The same with its arguments in another order.
+rule(torch.batch_norm)(
+    lambda tap, input, weight, bias, running_mean, running_var, training, momentum, eps, *_: (  # noqa: A006
+        batch_norm(tap, input, running_mean, running_var, weight, bias, training, momentum, eps)
+    )
+)

@@ -24,7 +24,7 @@ What an adapter answers:
 * *Who else trains a parameter?* `find_shared`, of what trains privately and what takes curvature.
 
 Beside the adapters: exchange.py (lists of tensors from rank to rank, sums that end on the owners of
-a layer, errors that all ranks raise) and granules.py (which rows of a pass are which samples).
+a layer, which rows of a pass are which samples).
 
 To add a way of lying on ranks: one file with one subclass, and one line in `adapter_class`.
 """

@@ -29,7 +29,7 @@ LAUNCH_SECONDS = 25e-6
 TRITON_SECONDS = 150e-6
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gpu:
     """A kind of GPU and what connects it, as its vendor describes them.
 
@@ -69,25 +69,12 @@ class Gpu:
         check.positive(**numbers)
 
 
-def _gpu(name: str, memory: float, bf16: float, fp32: float, *speeds: float) -> Gpu:
-    return Gpu(
-        name=name,
-        memory_gib=memory,
-        bf16_tflops=bf16,
-        fp32_tflops=fp32,
-        memory_gb_per_s=speeds[0],
-        link_gb_per_s=speeds[1],
-        network_gb_per_s=speeds[2],
-        host_gb_per_s=speeds[3],
-    )
-
-
 GPUS = {
     each.name: each
     for each in (
-        _gpu("h200", 139, 989, 67, 4800, 450, 50, 55),
-        _gpu("h100", 79, 989, 67, 3350, 450, 50, 55),
-        _gpu("a100-80", 79, 312, 19.5, 2000, 300, 25, 25),
+        Gpu("h200", 139, 989, 67, 4800, 450, 50, 55),
+        Gpu("h100", 79, 989, 67, 3350, 450, 50, 55),
+        Gpu("a100-80", 79, 312, 19.5, 2000, 300, 25, 25),
     )
 }
 

@@ -41,7 +41,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.granules import PerGranule
 from unison.shard.layout import FlatLayout, Placement
 from unison.shard.ranks import DONE, Axes, Ranks, Work
-from unison.shard.sharded_tensor import ShardedTensor, local_part, shard_of
+from unison.shard.sharded_tensor import ShardedTensor, shard_of
 from unison.torch_internals import has_values
 
 # ------------------------------------------------------------------------------------------------
@@ -78,11 +78,6 @@ class MixedPrecision:
                 raise BadInput(
                     f"{name} of MixedPrecision must be a floating dtype, found {dtype!r}"
                 )
-
-    @property
-    def casts(self) -> bool:
-        """Whether a pass has anything to cast."""
-        return self.param is not None or self.output is not None
 
     def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that parameters whose shards have `dtype` compute in."""
@@ -336,6 +331,7 @@ class FlatGroup:
         compute_dtype: Of `full` and the leaves.
         reduce_dtype: In which gradients are summed.
         device: Where the parameters compute.
+        parts: This rank's elements of each parameter, as plain views of the shard.
         bases: The parameters as plain views of `full`, which may have no memory at the moment.
         recipes: How to make each parameter's initial values, where it was built without memory.
     """
@@ -390,10 +386,10 @@ class FlatGroup:
         self.is_alias = self.ranks.size == 1 and is_one_dtype and not is_hosted
         # Each through a `.data` of its own: see [Note: one version per parameter].
         pieces = self.layout.pieces(self.ranks.rank, self.ranks.size)
-        self._parts = [self.shard.data.narrow(0, at, stop - start) for start, stop, at in pieces]
+        self.parts = [self.shard.data.narrow(0, at, stop - start) for start, stop, at in pieces]
         if self.is_alias:
             self.full = self.shard.detach()
-            flat = self._parts
+            flat = self.parts
             self.full_bytes = 0
             self.phase = StoragePhase.FULL
         else:
@@ -420,7 +416,7 @@ class FlatGroup:
         return is_asked and torch.cuda.is_available()
 
     def _make_piece(self, index: int) -> nn.Parameter:
-        size, slot, local = self.ranks.size, self.slots[index], self._parts[index]
+        size, slot, local = self.ranks.size, self.slots[index], self.parts[index]
         if size == 1:
             whole = nn.Parameter(local.view(slot.shape), requires_grad=self.requires_grad)
             setattr(whole, PIECE, True)
@@ -460,10 +456,6 @@ class FlatGroup:
         made._start_versions = ()  # what it starts with is another's state
         return made
 
-    def is_in_shard(self, index: int) -> bool:
-        """Whether a piece still has its memory in the shard."""
-        return local_part(self.pieces[index]).data_ptr() == self._parts[index].data_ptr()
-
     def unchanged_start(self) -> list[int | None]:
         """A sum over the bits of each whole parameter, as it was sharded and still is.
 
@@ -477,7 +469,7 @@ class FlatGroup:
     @property
     def versions(self) -> tuple[int, ...]:
         """How often each piece has been written; see [Note: one version per parameter]."""
-        return tuple([part._version for part in self._parts])
+        return tuple([part._version for part in self.parts])
 
     def written(self, *, by_values: bool) -> list[tuple[int, int | None]]:
         """What tells a write to each full parameter: a counter, and a sum of bits if asked.

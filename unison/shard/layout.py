@@ -39,7 +39,7 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements; 1 for a parameter of no dimensions."""
         return math.prod(self.shape)
@@ -150,10 +150,6 @@ class Placement:
     def numel(self) -> int:
         """Elements of the whole."""
         return math.prod(self.shape)
-
-    def is_like(self, other: "Placement") -> bool:
-        """Whether every rank holds the same elements of both."""
-        return self is other or (self.shape == other.shape and self.ranges == other.ranges)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Placement":
         return self  # process groups are not copied

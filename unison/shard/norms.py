@@ -10,6 +10,7 @@ or more: such blocks are few, and their squares are put together on every rank.
 """
 
 from collections.abc import Callable
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from unison.errors import BadInput
 from unison.shard.flat_group import is_piece
 from unison.shard.layout import ALIGNMENT, Placement
-from unison.shard.ranks import Ranks
+from unison.shard.ranks import Ranks, buckets
 from unison.shard.reducers import aligned_levels, tree_sum
 from unison.shard.sharded_tensor import (
     fsdp2_modules,
@@ -30,6 +31,9 @@ from unison.shard.unit import units_of
 from unison.torch_internals import has_values, is_dtensor
 
 Source = Callable[[nn.Parameter], Tensor | None]
+
+Node = tuple[int, int, int | None]
+"""A subtree of a parameter's blocks: its first block, its level, the rank that holds it."""
 
 
 def grad_norm(module: nn.Module) -> Tensor:
@@ -81,17 +85,17 @@ def _norm(module: nn.Module, source: Source) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     # Which blocks and subtrees a rank holds is arithmetic, so all ranks agree on what they add.
     nodes = [_nodes(placement) for _, placement in parameters]
-    held, shared = _HeldBlocks(), []  # and the squares of blocks that several ranks hold
+    held, shared = [], []  # and the squares of blocks that several ranks hold
     for (piece, placement), of_parameter in zip(parameters, nodes, strict=True):
         value = source(piece)
         part = None if value is None else local_part(value).detach().reshape(-1)
-        held.take(part, placement, of_parameter)
+        held.append((part, placement, of_parameter))
         shared += [
             _block(part, placement, first) for first, _, rank in of_parameter if rank is None
         ]
     is_shared = [rank is None for of_parameter in nodes for _, _, rank in of_parameter]
     # Each number and each square has one owner, and all others add 0.0: exact.
-    flat = ranks.sum_(torch.cat([held.sums(wire), *shared]))
+    flat = ranks.sum_(torch.cat([_held_sums(held, wire), *shared]))
     flat, squares = flat.split([len(is_shared), len(shared) * ALIGNMENT])
     if shared:
         flat[torch.tensor(is_shared, device=wire)] = _pairwise_sum(squares.view(-1, ALIGNMENT))
@@ -101,12 +105,12 @@ def _norm(module: nn.Module, source: Source) -> Tensor:
     return torch.tensor(result, dtype=torch.float64).sqrt().to(wire)
 
 
-def _nodes(placement: Placement) -> list[tuple[int, int, int | None]]:
-    """The subtrees of a parameter's blocks, in order: (first block, level, rank that holds it).
+def _nodes(placement: Placement) -> list[Node]:
+    """The subtrees of a parameter's blocks, in order.
 
     A block that lies on several ranks is one of its own, and held by None.
     """
-    nodes: set[tuple[int, int, int | None]] = set()
+    nodes: set[Node] = set()
     for rank, (start, stop) in enumerate(placement.ranges):
         is_last = stop == placement.numel
         low = -(-start // ALIGNMENT)
@@ -122,58 +126,51 @@ def _nodes(placement: Placement) -> list[tuple[int, int, int | None]]:
 BLOCKS_AT_ONCE = 1 << 14  # in float64, 32 MiB
 
 
-class _HeldBlocks:
-    """The blocks that this rank holds of all parameters, and which subtrees they are.
+def _held_sums(
+    held: list[tuple[Tensor | None, Placement, list[Node]]], device: torch.device
+) -> Tensor:
+    """Sums of squares over the subtrees that this rank holds, 0 for others [nodes].
 
     Parameters are taken together, up to some size, and subtrees by their level: launches for each
     would take longer than the sums.
+
+    Args:
+        held: Of each parameter its elements that this rank holds, if there are any, how it lies on
+            ranks, and the subtrees of its blocks.
+        device: Where the sums go.
     """
-
-    def __init__(self) -> None:
-        self._num_nodes = self._num_blocks = 0
-        # Parts to be added up together, each with the number of its blocks.
-        self._groups: list[list[tuple[Tensor, int]]] = []
-        self._room, self._kind = 0, None
-        # By level: which node a subtree is, and its first block among those held.
-        self._subtrees: dict[int, list[tuple[int, int]]] = {}
-
-    def take(
-        self, part: Tensor | None, placement: Placement, nodes: list[tuple[int, int, int | None]]
-    ) -> None:
-        """Take the elements of a parameter that this rank holds, if there are any."""
+    parts: list[tuple[Tensor, int]] = []  # each with the number of its blocks
+    # By level: which node a subtree is, and its first block among those held.
+    subtrees: dict[int, list[tuple[int, int]]] = {}
+    num_nodes = num_blocks = 0
+    for part, placement, nodes in held:
         own = [index for index, node in enumerate(nodes) if node[2] == placement.ranks.rank]
         if part is not None and own:
-            low, num_blocks = nodes[own[0]][0], sum(1 << nodes[index][1] for index in own)
+            low, count = nodes[own[0]][0], sum(1 << nodes[index][1] for index in own)
             for index in own:
                 first, level, _ = nodes[index]
-                place = self._num_nodes + index, self._num_blocks + first - low
-                self._subtrees.setdefault(level, []).append(place)
-            values = part[low * ALIGNMENT - placement.start :][: num_blocks * ALIGNMENT]
-            for first in range(0, num_blocks, BLOCKS_AT_ONCE):
-                count = min(BLOCKS_AT_ONCE, num_blocks - first)
-                self._add(values[first * ALIGNMENT : (first + count) * ALIGNMENT], count)
-            self._num_blocks += num_blocks
-        self._num_nodes += len(nodes)
-
-    def _add(self, values: Tensor, num_blocks: int) -> None:
-        kind = values.dtype, values.device
-        if kind != self._kind or num_blocks > self._room:
-            self._groups.append([])
-            self._room, self._kind = BLOCKS_AT_ONCE, kind
-        self._groups[-1].append((values, num_blocks))
-        self._room -= num_blocks
-
-    def sums(self, device: torch.device) -> Tensor:
-        """Sums of squares over the subtrees that this rank holds, 0 for others [nodes]."""
-        sums = torch.zeros(self._num_nodes, dtype=torch.float64, device=device)
-        if not self._groups:
-            return sums
-        blocks = torch.cat([_block_sums(group).to(device) for group in self._groups])
-        for level, places in self._subtrees.items():
-            which, first = torch.tensor(places, device=device).T
-            inside = torch.arange(1 << level, device=device)
-            sums[which] = _pairwise_sum(blocks[first.unsqueeze(1) + inside])
+                place = num_nodes + index, num_blocks + first - low
+                subtrees.setdefault(level, []).append(place)
+            values = part[low * ALIGNMENT - placement.start :][: count * ALIGNMENT]
+            for first in range(0, count, BLOCKS_AT_ONCE):
+                last = min(first + BLOCKS_AT_ONCE, count)
+                parts.append((values[first * ALIGNMENT : last * ALIGNMENT], last - first))
+            num_blocks += count
+        num_nodes += len(nodes)
+    sums = torch.zeros(num_nodes, dtype=torch.float64, device=device)
+    if not parts:
         return sums
+    groups = [
+        group
+        for _, alike in groupby(parts, lambda part: (part[0].dtype, part[0].device))
+        for group in buckets(alike, lambda part: part[1], BLOCKS_AT_ONCE)
+    ]
+    blocks = torch.cat([_block_sums(group).to(device) for group in groups])
+    for level, places in subtrees.items():
+        which, first = torch.tensor(places, device=device).T
+        inside = torch.arange(1 << level, device=device)
+        sums[which] = _pairwise_sum(blocks[first.unsqueeze(1) + inside])
+    return sums
 
 
 def _block_sums(group: list[tuple[Tensor, int]]) -> Tensor:

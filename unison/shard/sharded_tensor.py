@@ -303,10 +303,13 @@ def _is_called_by(kind: type) -> bool:
 def _part(value: Any, placement: Placement | None) -> Any:
     """What an elementwise operation on the elements at a placement sees of an argument."""
     if type(value) is ShardedTensor:
-        if placement is not None and value.placement.is_like(placement):
-            return value.local
+        own = value.placement
+        if placement is not None and (
+            own is placement or (own.shape, own.ranges) == (placement.shape, placement.ranges)
+        ):
+            return value.local  # every rank holds the same elements of both
         raise NeedsWhole(
-            f"element by element, {value.placement}, does not fit "
+            f"element by element, {own}, does not fit "
             f"{'a tensor of one rank' if placement is None else placement}; {READING}"
         )
     if placement is None or not isinstance(value, Tensor):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from unison.shard.flat_group import (
 from unison.shard.granules import RefusedTensor
 from unison.shard.ranks import Axes
 from unison.shard.reducers import FastReducer, OrderedReducer
+from unison.shard.sharded_tensor import local_part
 from unison.torch_internals import has_values
 
 # ------------------------------------------------------------------------------------------------
@@ -106,22 +107,11 @@ Set where somebody else than autograd makes the gradients of parameters: the ten
 the unit sums none."""
 
 
-class GradientObserver(Protocol):
-    """Sees gradients before and after they are summed; `unison.verify` writes them down."""
-
-    def see_gradient(self, piece: nn.Parameter, granule: int, gradient: Tensor) -> None:
-        """Look at this rank's gradient of a whole parameter, of one granule or of its rows."""
-        ...
-
-    def see_sum(self, piece: nn.Parameter, part: Tensor) -> None:
-        """Look at this rank's part of the sum over ranks, divided [elements]."""
-        ...
-
-
 class Unit:
     """Parameters of one module (those that no unit below it took) and their storage."""
 
-    observer: GradientObserver | None = None
+    # Sees gradients before and after they are summed: `Tracer` in verify/trace.py.
+    observer: Any = None
 
     def __init__(
         self,
@@ -187,7 +177,9 @@ class Unit:
     def is_plain(self) -> bool:
         """Whether its module is as good as unsharded; see [Note: one rank] in engine.py."""
         is_alone = self.axes.all.size == 1 and self.options.gradient_divisor == 1
-        is_fast = self.options.reducer == "fast" and not self.options.precision.casts
+        precision = self.options.precision
+        is_cast = precision.param is not None or precision.output is not None
+        is_fast = self.options.reducer == "fast" and not is_cast
         return is_alone and is_fast and self.is_whole and self.leaf_source is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
@@ -224,10 +216,11 @@ class Unit:
                     f"parameter {group.slots[0].name!r} of {self.name!r} was built without memory; "
                     "call unison.materialize(model, seed=...) before using the model"
                 )
-            for index, (piece, uses) in enumerate(zip(group.pieces, group.uses, strict=True)):
-                slot = group.slots[index]
+            members = zip(group.slots, group.pieces, group.parts, group.uses, strict=True)
+            for slot, piece, part, uses in members:
                 is_in_place = all(module._parameters.get(name) is piece for module, name in uses)
-                if not (is_in_place and group.is_in_shard(index)):
+                is_in_shard = local_part(piece).data_ptr() == part.data_ptr()
+                if not (is_in_place and is_in_shard):
                     what = "moved" if is_in_place else "replaced"
                     raise BadInput(
                         f"parameter {slot.name!r} was {what} after fully_shard; move, cast and "

@@ -1,6 +1,7 @@
 """A training run from settings to result."""
 
 import errno
+import json
 import os
 import tempfile
 import threading
@@ -142,11 +143,7 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
     mechanism, output, folder = config.mechanism, config.output, Path(config.output.folder)
     with ExitStack() as stack:
         config.check_parts()
-        before = torch.get_num_threads()
-        stack.callback(torch.set_num_threads, before)
-        torch.set_num_threads(
-            mechanism.threads or (1 if mechanism.reducer == "ordered" else before)
-        )
+        set_threads(mechanism, stack)
         if config.execution.guard:
             stack.enter_context(unison.guard())
 
@@ -182,13 +179,8 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
         if goes_on:
             output = replace(output, resume=True, overwrite=False)
             config = replace(config, output=output)
-        model_config, row_length = plan_model(mechanism)
-        rows = stack.enter_context(open_rows(mechanism, model_config, row_length, world))
-        with unison.meta_init():  # no rank ever holds more than its part
-            model = build(model_config, device="meta")
-        sizes = count_parameters(model), row_length
-        world.agree(partial(check_memory, config, model_config, *sizes, world))
-        run = Run(config, model, *rows, world)
+        model, train_rows, eval_rows, entropy = open_model(config, world, stack)
+        run = Run(config, model, train_rows, eval_rows, entropy, world)
         stack.callback(run.parallel.release)
         curvature = run.prepare()
 
@@ -550,7 +542,9 @@ class Run:
 
     def changed_conditions(self) -> list[str]:
         """What bits depend on besides the settings, and is not as it was when the run began."""
-        return report.changed_conditions(self)
+        before = read_config(Path(self.config.output.folder)).fingerprint
+        now = json.loads(json.dumps(report.fingerprint(self)))
+        return [n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)]
 
     def evaluate_held_out(self) -> None:
         """Measure, record and show the loss on the held-out rows."""
@@ -608,6 +602,30 @@ def eval_passes(num_rows: int, per_pass: int, world: World) -> list[np.ndarray]:
 
 
 # ---- what a run is made of -----------------------------------------------------------------------
+
+
+def set_threads(mechanism: MechanismConfig, stack: ExitStack) -> None:
+    """Let torch have the threads of a run until `stack` is closed."""
+    before = torch.get_num_threads()
+    stack.callback(torch.set_num_threads, before)
+    torch.set_num_threads(mechanism.threads or (1 if mechanism.reducer == "ordered" else before))
+
+
+def open_model(
+    config: TrainConfig, world: World, stack: ExitStack
+) -> tuple[LanguageModel, RowDataset, RowDataset, float]:
+    """Build a run's model without memory, and open its rows; every rank must call it.
+
+    Returns:
+        The model, the rows to train on, those that are held out, and their unigram entropy.
+    """
+    model_config, row_length = plan_model(config.mechanism)
+    rows = stack.enter_context(open_rows(config.mechanism, model_config, row_length, world))
+    with unison.meta_init():  # no rank ever holds more than its part
+        model = build(model_config, device="meta")
+    sizes = count_parameters(model), row_length
+    world.agree(partial(check_memory, config, model_config, *sizes, world))
+    return model, *rows
 
 
 def plan_model(mechanism: MechanismConfig) -> tuple[ModelConfig, int]:

@@ -9,7 +9,7 @@ and what may be told of it.
 
 import math
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from rich.markup import escape
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import unison
 from unison import check
-from unison.data import IGNORE_INDEX, RowDataset
+from unison.data import IGNORE_INDEX
 from unison.errors import BadInput
 from unison.privacy import (
     LEDGER_FILE,
@@ -318,7 +318,7 @@ class PrivateRegime(Regime):
                 module=self._parallel.module,
                 optimizer=self._optimizer,
                 data_loader=DataLoader(
-                    NumberedRows(self._rows),
+                    self._rows.numbered(),  # dropout's masks hang on the numbers
                     mechanism.batch_size,
                     shuffle=True,
                     drop_last=is_shuffled,
@@ -508,28 +508,6 @@ class PrivateRegime(Regime):
             budget_sentence=budget_sentence,
             ledger=str(ledger.path),
         )
-
-
-class NumberedRows(Dataset[dict[str, Tensor]]):
-    """Rows with their numbers in the data set, `sample_ids`, which dropout's masks hang on.
-
-    As a part of the batch they are dealt and padded as the rows are.
-    """
-
-    def __init__(self, rows: RowDataset) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {**self._rows[index], "sample_ids": torch.tensor(index)}
-
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Read several items at once; `DataLoader` calls this."""
-        rows = self._rows.__getitems__(indices)
-        numbers = torch.tensor(indices)  # [rows]
-        return [{**row, "sample_ids": number} for row, number in zip(rows, numbers, strict=True)]
 
 
 def in_words(sampling: Sampling) -> str:

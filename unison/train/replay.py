@@ -17,11 +17,11 @@ import torch
 import unison
 from unison.config import WHOLE_SHARDINGS, Execution, TrainConfig
 from unison.errors import BadInput
-from unison.models import build, count_parameters, save
+from unison.models import save
 from unison.replay import Parting, Record, StepRecord, compare_steps
 from unison.run_files import COUNTERFACTUAL_FILE, read_config
 from unison.shard import full_parameters
-from unison.train.loop import Run, check_memory, open_rows, plan_model, running_out_of_room
+from unison.train.loop import Run, open_model, running_out_of_room, set_threads
 from unison.train.run_folder import write_json
 from unison.train.world import StopSignals, World, join_world
 from unison.verify import trace
@@ -197,17 +197,8 @@ def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
         assert checked is not None
         config, (first, stop) = checked
         mechanism = config.mechanism
-        before = torch.get_num_threads()
-        stack.callback(torch.set_num_threads, before)
-        torch.set_num_threads(mechanism.threads or 1)
-        model_config, row_length = plan_model(mechanism)
-        train_rows, eval_rows, entropy = stack.enter_context(
-            open_rows(mechanism, model_config, row_length, world)
-        )
-        with unison.meta_init():
-            model = build(model_config, device="meta")
-        sizes = count_parameters(model), row_length
-        world.agree(partial(check_memory, config, model_config, *sizes, world))
+        set_threads(mechanism, stack)
+        model, train_rows, eval_rows, entropy = open_model(config, world, stack)
         wrong = [each for each in asked.without if not 0 <= each < train_rows.num_rows]
         if wrong:
             raise BadInput(
@@ -224,9 +215,13 @@ def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
         stack.enter_context(run.regime.attached())
         stack.enter_context(run.transform.attached(curvature))
         del curvature
-        comparison = ReplayComparison(Path(config.output.folder), first)
-        stack.callback(comparison.record.close)
-        run.take_record = comparison.take
+        record = stack.enter_context(Record(Path(config.output.folder)))
+        partings: dict[int, Parting | None] = {}  # of each step, on every rank alike
+
+        def compare(found: StepRecord) -> None:
+            partings[found.step] = compare_with(record, found)
+
+        run.take_record = compare
         run.record_step(begins, {})
         with closing(run.regime.passes(range(begins, stop))) as passes:
             for step in range(begins + 1, stop + 1):
@@ -241,17 +236,18 @@ def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
                     run.see_loss = stack.enter_context(tracing).loss
                 figures, _ = run.advance(step, passes)
                 run.record_step(step, figures)
-                if asked.bisect and comparison.parting is not None:  # of what all ranks know
+                if asked.bisect and any(partings.values()):
                     break
         digest = unison.digest(model)
+        compared = [parting for step, parting in partings.items() if step > first]
         result = ReplayResult(
             run=asked.run,
             world_size=world.size,
             begins=begins,
             steps=(first, stop),
-            num_compared=comparison.num_compared,
-            num_equal=comparison.num_equal,
-            parting=comparison.parting,
+            num_compared=len(compared),
+            num_equal=compared.count(None),
+            parting=next(filter(None, partings.values()), None),
             conditions=run.changed_conditions(),
             digest=digest,
             notes=run.notes,
@@ -267,37 +263,23 @@ def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
         return result
 
 
-class ReplayComparison:
-    """Compares the steps of a replay with a run's record, on every rank alike.
+def compare_with(record: Record, found: StepRecord) -> Parting | None:
+    """Say where a step of a replay parts from a run's record; None if it does not.
 
-    Attributes:
-        record: The run's.
-        num_compared: Steps that were compared.
-        num_equal: Those that are the same.
-        parting: The first that is not.
+    Raises:
+        BadInput: If it is that of a checkpoint, which is not of the run that is recorded.
     """
-
-    def __init__(self, run: Path, first: int) -> None:
-        self.record, self._first = Record(run), first
-        self.num_compared = self.num_equal = 0
-        self.parting: Parting | None = None
-
-    def take(self, found: StepRecord) -> None:
-        """Compare a step of the stretch; and that the checkpoint is of the run that is recorded."""
-        expected = self.record.step(found.step)
-        is_checkpoint = found.lr is None  # the parameters alone are known
-        if is_checkpoint:
-            expected = StepRecord(step=expected.step, units=expected.units)
-        parting = compare_steps(expected, found, self.record.units)
-        if is_checkpoint and parting is not None and found.step:
-            raise BadInput(
-                f"the checkpoint of step {found.step} does not hold the parameters of the record "
-                f"({parting.unit}): one of the two is of another run"
-            )
-        if found.step > self._first:
-            self.num_compared += 1
-            self.num_equal += parting is None
-        self.parting = self.parting or parting
+    expected = record.step(found.step)
+    is_checkpoint = found.lr is None  # the parameters alone are known
+    if is_checkpoint:
+        expected = StepRecord(step=expected.step, units=expected.units)
+    parting = compare_steps(expected, found, record.units)
+    if is_checkpoint and parting is not None and found.step:
+        raise BadInput(
+            f"the checkpoint of step {found.step} does not hold the parameters of the record "
+            f"({parting.unit}): one of the two is of another run"
+        )
+    return parting
 
 
 def write_counterfactual(

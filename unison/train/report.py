@@ -31,7 +31,6 @@ from unison.run_files import (
     METRICS_FILE,
     PARAMETERS_FILE,
     TrainResult,
-    read_config,
 )
 from unison.train.regime import PrivacyFacts
 from unison.train.run_folder import describe_environment, write_json
@@ -52,7 +51,7 @@ def write_start(folder: Path, run: "Run") -> None:
     if not (folder / CONFIG_FILE).is_file():
         settings = asdict(config)
         settings["model"] = asdict(run.model.config)
-        settings["fingerprint"] = _fingerprint(run)
+        settings["fingerprint"] = fingerprint(run)
         settings["rows"] = summarize(run)
         settings["launch"] = os.environ.get("TORCHELASTIC_RUN_ID")
         write_json(folder / ENVIRONMENT_FILE, environment)
@@ -63,7 +62,7 @@ def write_start(folder: Path, run: "Run") -> None:
         "command": config.output.command,
         "execution": asdict(config.execution),
         "environment": environment,
-        "fingerprint": _fingerprint(run),
+        "fingerprint": fingerprint(run),
     }
     with (folder / "resumptions.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
@@ -82,20 +81,14 @@ def summarize(run: "Run") -> dict[str, Any]:
     return summary
 
 
-def _fingerprint(run: "Run") -> dict[str, Any]:
+def fingerprint(run: "Run") -> dict[str, Any]:
+    """What the bits of a run depend on besides its settings."""
     mechanism = run.config.mechanism
     return unison.fingerprint(
         granule=mechanism.granule if mechanism.reducer == "ordered" else None,
         device=run.world.device,
         is_compiled=mechanism.compile,
     )
-
-
-def changed_conditions(run: "Run") -> list[str]:
-    """What the bits depend on besides the settings, and is not as it was when the run began."""
-    before = read_config(Path(run.config.output.folder)).fingerprint
-    now = json.loads(json.dumps(_fingerprint(run)))
-    return [n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)]
 
 
 def say_start(console: Console, run: "Run") -> None:
@@ -127,7 +120,7 @@ def say_start(console: Console, run: "Run") -> None:
         *map(escape, run.notes),
         f"going on after step {run.progress.step} of {mechanism.steps}",
     )
-    changed = changed_conditions(run)
+    changed = run.changed_conditions()
     if mechanism.reducer == "ordered" and changed:  # whether its bits can still be compared
         say(
             console,

@@ -271,25 +271,15 @@ def _next_token_losses(output: Any, batch: Batch) -> Tensor:  # [rows]
 # ---- one case ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What the ranks of one launch train, one after the other.
+def run_cases(
+    cases: Sequence[tuple[Case, Path]], *, subject: Subject, keep: Sequence[tuple[str, str]]
+) -> list[str | None]:
+    """Train a subject in some ways; every rank that a launcher started calls it.
 
-    Attributes:
+    Args:
+        cases: The ways, and where the trace of each goes.
         subject: What is trained.
-        cases: How.
-        files: Where the trace of each goes.
         keep: (rung, name) of quantities of which all values are kept.
-    """
-
-    subject: Subject
-    cases: tuple[Case, ...]
-    files: tuple[Path, ...]
-    keep: tuple[tuple[str, str], ...] = ()
-
-
-def run_cases(job: Job) -> list[str | None]:
-    """Train every case of a job; every rank that a launcher started calls it.
 
     Returns:
         For each case, why it could not be trained, in a sentence; None if it was.
@@ -299,15 +289,15 @@ def run_cases(job: Job) -> list[str | None]:
     """
     torch.set_num_threads(1)  # threads change bits, and ranks would divide them
     dist.init_process_group("gloo")
-    if job.subject.build is not None:
+    if subject.build is not None:
         complaints: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(complaints, job.subject.complaint())
+        dist.all_gather_object(complaints, subject.complaint())
         if any(complaints):
             raise BadInput(next(filter(None, complaints)))
     refusals: list[str | None] = []
-    for case, file in zip(job.cases, job.files, strict=True):
+    for case, file in cases:
         try:
-            run_case(case, job.subject, file, keep=job.keep)
+            run_case(case, subject, file, keep=keep)
             refusals.append(None)
         except UnisonError as error:  # on every rank alike
             refusals.append(str(error))

@@ -8,11 +8,12 @@ traces are then compared rung by rung.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unison.clip import MODES
-from unison.verify.cases import Case, Job, Subject, run_cases
+from unison.verify.cases import Case, Subject, run_cases
 from unison.verify.ladder import Comparison, compare
 
 DEPTHS = {"quick": (2,), "default": (2, 4), "full": (2, 3, 4, 8)}
@@ -22,7 +23,7 @@ ROUNDING = 1e-5  # how far two ways to compute one thing may be apart, as a part
 Run = tuple[Case, int]
 """A case and its number of ranks."""
 Launch = Callable[..., Any]
-"""`launch(work, job, num_ranks=n)` runs `work(job)` on n new ranks and returns the first's result;
+"""`launch(work, cases, num_ranks=n)` runs `work(cases)` on n new ranks, returns the first's result;
 `unison.train.run_on_local_ranks`."""
 
 
@@ -209,13 +210,9 @@ def try_claims(
         for size in sorted({size for _, size in chosen}):
             own = [run for run in chosen if run[1] == size]
             on_launch(size, len(own))
-            job = Job(
-                subject=subject,
-                cases=tuple(case for case, _ in own),
-                files=tuple(files[run] for run in own),
-                keep=keep,
-            )
-            refusals |= dict(zip(own, launch(run_cases, job, num_ranks=size), strict=True))
+            work = partial(run_cases, subject=subject, keep=keep)
+            cases = [(run[0], files[run]) for run in own]
+            refusals |= dict(zip(own, launch(work, cases, num_ranks=size), strict=True))
         return refusals
 
     def compared(claim: Claim, run: Run) -> Comparison:

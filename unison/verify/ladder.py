@@ -282,20 +282,24 @@ def _difference(
             "one counted twice under two names",
         )
     blocks = [place for place, (p, q) in enumerate(zip(x.blocks, y.blocks, strict=False)) if p != q]
+    found = _located(x, y, blocks, _cause(_Pair(x, y, blocks, a, b)))
+    if conditions and found.distance < 1e-3:
+        said = f"they ran under different conditions: {', '.join(conditions)}"
+        return replace(found, cause=said)
+    return found
+
+
+def _located(x: Quantity, y: Quantity, blocks: Sequence[int], cause: str | None) -> Difference:
+    """The difference between two quantities, of which some blocks differ."""
     where, values = _where(x, y, blocks)
-    cause = _cause(_Pair(x, y, blocks, a, b))
-    distance = _distance(x, y)
-    if conditions and distance < 1e-3:
-        cause = f"they ran under different conditions: {', '.join(conditions)}"
-    ulps = None if values is None else ulps_between(*values, x.dtype)
     return Difference(
-        step=step,
-        rung=rung,
-        name=name,
+        step=y.step,
+        rung=y.rung,
+        name=y.name,
         where=where,
         values=values,
-        ulps=ulps,
-        distance=distance,
+        ulps=None if values is None else ulps_between(*values, x.dtype),
+        distance=_distance(x, y),
         cause=cause,
     )
 
@@ -465,7 +469,47 @@ def _cause(pair: _Pair) -> str | None:
     return _cause_at_rung(pair)
 
 
-def _cause_at_rung(pair: _Pair) -> str | None:
+# Likely causes by rung: where all values differ by a factor of the numbers of ranks, and else.
+_SCALED = {
+    "activations": "an impure module: its output is scaled by {scale}; a forward must not ask for "
+    "the number of ranks",
+    "loss": "the loss is scaled by {scale}: a sum for a mean over ranks, or the reverse",
+    "coefficients": "coefficients are scaled by {scale}",
+    "gradients before reduction": "gradients are scaled by {scale} before they are added over "
+    "ranks",
+    "gradients after reduction": "the sum over ranks is scaled by {scale}: a sum for a mean, or "
+    "the reverse",
+    "curvature": "factors are scaled by {scale}: by each rank's own count of tokens",
+    "gradients": "what the optimizer finds is scaled by {scale}: a mean for a sum, or the reverse",
+}
+_CAUSES = {
+    "settings": "the runs were asked for different things",
+    "activations": "an impure module: {times}of equal parameters and inputs it computes something "
+    "else, so that something beside them enters: the rank, earlier calls, a generator, "
+    "other samples of the batch, a gather of parameters that was cut short. "
+    "unison.verify.purity tries it out in one process",
+    "loss": "{times}a mean of per-rank means, a sum for a mean, labels of other rows, or "
+    "padding in it; unison.batch_mean is the mean over the global batch",
+    "coefficients": "{times}another clip norm C or clipping rule, or coefficients of other rows or "
+    "of none",
+    "gradients before reduction": "{times}this parameter's gradient itself: a use of it is missing "
+    "or counted twice, a granule is computed at another shape, samples are weighted otherwise or "
+    "padding counts, or a gather of parameters for the backward pass was cut short",
+    "gradients after reduction": "{times}the reduction: a rank's summand is missing, added twice, "
+    "or added in another order; before it they are equal",
+    "curvature": "{times}factors that are not the sum over ranks of each token's own product: Gram "
+    "matrices of tokens that were added up, one rank's update after another's (a "
+    "ring), a mean of means, padding that counts, or another count",
+    "gradients": "{times}what lies between the reduction and the optimizer: the division by the "
+    "batch size, clipping by the whole norm, K-FAC's direction, or code of the loop",
+    "optimizer state": "the optimizer computed otherwise from equal gradients: other settings, a "
+    "parameter that is stepped twice, or state that was not the same before",
+    "updated parameters": "{times}the update itself (a parameter that is stepped twice, or not on "
+    "every rank), or something else that wrote to the parameter",
+}
+
+
+def _cause_at_rung(pair: _Pair) -> str:
     x, y, scale, times = pair.x, pair.y, pair.scale, pair.times
     match x.rung:
         case "initial parameters":
@@ -479,8 +523,6 @@ def _cause_at_rung(pair: _Pair) -> str | None:
                     "generator that something consumed before, or one that differs between devices"
                 )
             return "other values were loaded, or some were changed before the first step"
-        case "settings":
-            return "the runs were asked for different things"
         case "inputs" if sorted(x.blocks) == sorted(y.blocks):
             rows = ", ".join(map(str, pair.blocks[:6])) + (" …" if len(pair.blocks) > 6 else "")
             return (
@@ -495,61 +537,12 @@ def _cause_at_rung(pair: _Pair) -> str | None:
                 "than one process does (a sampler per rank, a generator that was consumed); use "
                 "unison.deal, or the loader of make_private"
             )
-        case "activations" if scale:
-            return (
-                f"an impure module: its output is scaled by {scale}; a forward must not ask for "
-                "the number of ranks"
-            )
-        case "activations":
-            return (
-                f"an impure module: {times}of equal parameters and inputs it computes something "
-                "else, so that something beside them enters: the rank, earlier calls, a generator, "
-                "other samples of the batch, a gather of parameters that was cut short. "
-                "unison.verify.purity tries it out in one process"
-            )
-        case "loss" if scale:
-            return f"the loss is scaled by {scale}: a sum for a mean over ranks, or the reverse"
-        case "loss":
-            return (
-                f"{times}a mean of per-rank means, a sum for a mean, labels of other rows, or "
-                "padding in it; unison.batch_mean is the mean over the global batch"
-            )
         case "per-sample norms":
             return _cause_of_norms(pair)
-        case "coefficients" if scale:
-            return f"coefficients are scaled by {scale}"
-        case "coefficients":
-            return (
-                f"{times}another clip norm C or clipping rule, or coefficients of other rows or of "
-                "none"
-            )
-        case "gradients before reduction" if scale:
-            return f"gradients are scaled by {scale} before they are added over ranks"
-        case "gradients before reduction":
-            return (
-                f"{times}this parameter's gradient itself: a use of it is missing or counted "
-                "twice, a granule is computed at another shape, samples are weighted otherwise or "
-                "padding counts, or a gather of parameters for the backward pass was cut short"
-            )
-        case "gradients after reduction" if scale:
-            return f"the sum over ranks is scaled by {scale}: a sum for a mean, or the reverse"
-        case "gradients after reduction" if pair.is_part and not times:
-            return "the exchange lost a part of the tensor, or one rank's shard of it"
-        case "gradients after reduction":
-            return (
-                f"{times}the reduction: a rank's summand is missing, added twice, or added in "
-                "another order; before it they are equal"
-            )
         case "noise":
             return _cause_of_noise(pair)
-        case "curvature" if scale:
-            return f"factors are scaled by {scale}: by each rank's own count of tokens"
-        case "curvature":
-            return (
-                f"{times}factors that are not the sum over ranks of each token's own product: Gram "
-                "matrices of tokens that were added up, one rank's update after another's (a "
-                "ring), a mean of means, padding that counts, or another count"
-            )
+        case "gradients after reduction" if pair.is_part and not times:
+            return "the exchange lost a part of the tensor, or one rank's shard of it"
         case "gradients" if not pair.sees_reduction:
             scaled = f"scaled by {scale}, a mean for a sum or the reverse; or " if scale else times
             return (
@@ -557,31 +550,14 @@ def _cause_at_rung(pair: _Pair) -> str | None:
                 "twice), clipping by the whole norm, or code of the loop: of this sharding nothing "
                 "in between is seen"
             )
-        case "gradients" if scale:
-            return (
-                f"what the optimizer finds is scaled by {scale}: a mean for a sum, or the reverse"
-            )
-        case "gradients":
-            return (
-                f"{times}what lies between the reduction and the optimizer: the division by the "
-                "batch size, clipping by the whole norm, K-FAC's direction, or code of the loop"
-            )
-        case "optimizer state":
-            return (
-                "the optimizer computed otherwise from equal gradients: other settings, a "
-                "parameter that is stepped twice, or state that was not the same before"
-            )
         case "updated parameters" if pair.is_part:
             return (
                 "a part of the tensor alone: a gather that was cut short, or something else than "
                 "the optimizer that wrote to it"
             )
-        case "updated parameters":
-            return (
-                f"{times}the update itself (a parameter that is stepped twice, or not on every "
-                "rank), or something else that wrote to the parameter"
-            )
-    return None
+    if scale and x.rung in _SCALED:
+        return _SCALED[x.rung].format(scale=scale)
+    return _CAUSES[x.rung].format(times=times)
 
 
 def _cause_of_norms(pair: _Pair) -> str:
@@ -649,14 +625,6 @@ def _broken_sums(run: Trace) -> Iterator[Difference]:
         if not run.is_private or rung != before or y is None or x.blocks == y.blocks:
             continue
         blocks = [i for i, (p, q) in enumerate(zip(x.blocks, y.blocks, strict=True)) if p != q]
-        where, values = _where(x, y, blocks)
-        yield Difference(
-            step=step,
-            rung=y.rung,
-            name=name,
-            where=f"{where}, before and after it in {run.source}",
-            values=values,
-            ulps=None if values is None else ulps_between(*values, x.dtype),
-            distance=_distance(x, y),
-            cause=_cause_at_rung(_Pair(replace(x, rung=y.rung), y, blocks, run, run)),
-        )
+        cause = _cause_at_rung(_Pair(replace(x, rung=y.rung), y, blocks, run, run))
+        found = _located(x, y, blocks, cause)
+        yield replace(found, where=f"{found.where}, before and after it in {run.source}")

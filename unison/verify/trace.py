@@ -288,7 +288,7 @@ class Tracer:
         self._flush()
         self._step, self._loss = self._step + 1, None
 
-    # --- `GradientObserver` of units -------------------------------------------------------------
+    # --- observer of units -----------------------------------------------------------------------
 
     def see_gradient(self, piece: nn.Parameter, granule: int, gradient: Tensor) -> None:
         """See this rank's gradient of a whole parameter, of one granule or of its rows."""
