@@ -57,6 +57,15 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def _groups_are_left() -> Iterator[None]:
+    """A rank that cannot leave the group of a file's last call is an error of that file."""
+    yield
+    pools = sys.modules.get("tests.harness.pool")
+    if pools is not None:
+        pools.finish_leaving()
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _no_garbage() -> None:
     """Free what the file before has left, and let collections pass over what is there by now.
 
