@@ -1,16 +1,27 @@
-"""Settings that hold for every test: fixed keys, no traces left behind, ranks that end."""
+"""Settings that hold for every test: fixed keys, no traces left behind, ranks that end.
 
+What tests alone need is imported where it is used: the process that hands them out to workers
+imports this file, too, and they wait for it.
+"""
+
+import functools
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
 
 # One thread, here and in programs that tests start: several processes share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import hypothesis
-import pytest
-import torch
+# Plans must not depend on what a GPU took in some earlier run, nor tests write to its cache.
+os.environ["UNISON_CALIBRATE"] = "0"
 
 # Imports and collection make a million objects and no garbage; `_no_garbage` enables it again.
 gc.disable()
@@ -18,22 +29,22 @@ gc.disable()
 # Before the harness is imported, so that its own asserts show values too.
 pytest.register_assert_rewrite("tests.harness")
 
-from tests.harness import context  # noqa: E402
-from tests.harness.isolation import isolated  # noqa: E402
-from tests.harness.pool import close_pools  # noqa: E402
-from unison.train import loop  # noqa: E402
 
-# Plans must not depend on what a GPU took in some earlier run, nor tests write to its cache.
-os.environ["UNISON_CALIBRATE"] = "0"
+def pytest_collection() -> None:
+    """The same examples in every run, no stop-watch (machines are shared), no files left behind."""
+    import hypothesis
 
-# The same examples in every run, no stop-watch (machines are shared), no files left behind.
-hypothesis.settings.register_profile("unison", derandomize=True, deadline=None, database=None)
-hypothesis.settings.load_profile("unison")
+    hypothesis.settings.register_profile("unison", derandomize=True, deadline=None, database=None)
+    hypothesis.settings.load_profile("unison")
 
 
 @pytest.fixture
-def gen(request: pytest.FixtureRequest) -> torch.Generator:
+def gen(request: pytest.FixtureRequest) -> "torch.Generator":
     """A CPU generator whose seed is a hash of the test's node id."""
+    import torch
+
+    from tests.harness import context
+
     return torch.Generator().manual_seed(context.seed_of(request.node.nodeid))
 
 
@@ -43,6 +54,15 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     return path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _groups_are_left() -> Iterator[None]:
+    """A rank that cannot leave the group of a file's last call is an error of that file."""
+    yield
+    pools = sys.modules.get("tests.harness.pool")
+    if pools is not None:
+        pools.finish_leaving()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,14 +80,28 @@ def _no_garbage() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _no_pictures() -> Iterator[None]:
     """Let trainings end without their picture: half a second each, and few tests look at it."""
+    from unison.train import loop
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "plot_losses", lambda records, path, **_: path.touch())
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_parser() -> Iterator[None]:
+    """Build the command line's parser once: typer does so in every call, for 25 ms."""
+    import typer.main
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         yield
 
 
 @pytest.fixture(autouse=True)
 def _told_to_the_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let the ranks know which test runs, and which warnings it turns into errors."""
+    from tests.harness import context
+
     config = request.config
     lines = [*config.getini("filterwarnings"), *(config.known_args_namespace.pythonwarnings or [])]
     for mark in reversed(list(request.node.iter_markers("filterwarnings"))):
@@ -80,6 +114,9 @@ def _told_to_the_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _leaves_no_trace(request: pytest.FixtureRequest) -> Iterator[None]:
     """Seed a test from its node id, and undo what it changed in torch's global state."""
+    from tests.harness import context
+    from tests.harness.isolation import isolated
+
     with isolated(context.seed_of(request.node.nodeid)):
         yield
 
@@ -130,5 +167,7 @@ def _long_ones(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 def pytest_unconfigure() -> None:
     """End the ranks, after Ctrl-C too, and let the interpreter free what it has."""
-    close_pools()
+    pools = sys.modules.get("tests.harness.pool")
+    if pools is not None:
+        pools.close_pools()
     gc.unfreeze()

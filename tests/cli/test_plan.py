@@ -254,7 +254,7 @@ def named_gpu(name: str) -> str:
     return json.dumps(sizes | {"name": name})  # which is YAML
 
 
-@pytest.mark.parametrize("name", ["[red]x", "[/]", ":warning: [b]", r"$\frac$ $"])
+@pytest.mark.parametrize("name", ["[/]", "[red]x", ":warning: [b]", r"$\frac$ $"])
 def test_names_are_printed_as_they_are(plan, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(named_gpu(name))

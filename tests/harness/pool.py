@@ -2,8 +2,10 @@
 
 [Note: what keeps a pool clean] The processes persist; the process group does not. Every call makes
 a new default group over a new store and leaves it when all ranks have answered, so no collective
-of one test can meet one of another. A call in which any rank failed ends the whole pool: with a
-fork server that has torch imported already, a new pool of 8 takes less than a tenth of a second.
+of one test can meet one of another. Leaving takes gloo some hundredths of a second of waiting: the
+parent goes on meanwhile, and asks what came of it before the next call, or when a file's tests are
+over. A call in which any rank failed ends the whole pool: with a fork server that has torch
+imported already, a new pool of 8 takes less than a tenth of a second.
 """
 
 import atexit
@@ -52,6 +54,8 @@ class Pool:
     def __init__(self, size: int) -> None:
         self.size = size
         self.calls = 0
+        self.leaving: str | None = None
+        """The store of a group that ranks were told to leave, and may not have left yet."""
         self.folder = Path(tempfile.mkdtemp(prefix="unison-ranks-"))
         self.ranks: list[_Rank] = []
         try:
@@ -100,6 +104,7 @@ class Pool:
             RanksFailed: if any rank raised, died or hung; the pool is then dead.
         """
         __tracebackhide__ = True
+        self.finish_leaving()  # a pool may be called again without `pool_of`
         self.calls += 1
         test = context.current()
         store = str(self.folder / f"store-{self.calls}")
@@ -107,11 +112,26 @@ class Pool:
         with self._killed_on_error():
             for rank in self.ranks:
                 rank.log.write_bytes(b"")
-            answers = self._exchange(task, timeout)
-            self._exchange(worker.Close(), CLOSE_TIMEOUT)
+            self._send(task)
+            answers = self._answers(timeout)
+            self._send(worker.Close())
+        self.leaving = store
+        return answers
+
+    def finish_leaving(self) -> None:
+        """Wait until the ranks have left the group of the last call.
+
+        Raises:
+            RanksFailed: if one could not; the pool is then dead.
+        """
+        __tracebackhide__ = True
+        store, self.leaving = self.leaving, None
+        if store is None or not self.ranks:
+            return
+        with self._killed_on_error():
+            self._answers(CLOSE_TIMEOUT)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(store)
-        return answers
 
     @contextlib.contextmanager
     def _killed_on_error(self) -> Iterator[None]:
@@ -121,14 +141,16 @@ class Pool:
             self.kill()
             raise
 
-    def _exchange(self, message: Any, timeout: float) -> list[Answer]:
-        """Send one message to every rank and collect the answers, or raise `RanksFailed`."""
-        __tracebackhide__ = True
+    def _send(self, message: Any) -> None:
         data = pickle.dumps(message)
         for rank in self.ranks:
-            # A rank that died is found below, by the end of its pipe.
+            # A rank that died is found in `_answers`, by the end of its pipe.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 rank.pipe.send_bytes(data)
+
+    def _answers(self, timeout: float) -> list[Answer]:
+        """Collect an answer of every rank, or raise `RanksFailed`."""
+        __tracebackhide__ = True
         answers = self._collect(timeout)
         if any(answer.failed for answer in answers):
             logs = {rank.number: rank.log for rank in self.ranks}
@@ -232,11 +254,19 @@ def pool_of(size: int) -> Pool:
     if size < 1:
         raise ValueError(f"a world has at least one rank, found {size=}")
     pool = _pools.get(size)
+    if pool is not None:
+        pool.finish_leaving()  # before it is asked for: a rank that died of it is not just replaced
     if pool is None or not pool.is_alive():
         if pool is not None:
             pool.kill()
         pool = _pools[size] = Pool(size)
     return pool
+
+
+def finish_leaving() -> None:
+    """Let no pool have ranks that are still in the group of a call that is over."""
+    for pool in [*_pools.values()]:
+        pool.finish_leaving()
 
 
 def close_pools() -> None:

@@ -22,8 +22,8 @@ class _RewritingLoader(SourceFileLoader):
         rewrite_asserts(tree, data, path)
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
-    # Byte code has a file of its own: the plain .pyc has the asserts as written, and must neither
-    # be read here nor be replaced.
+    # Byte code is that of pytest, which has rewritten test files when it collected them: the plain
+    # .pyc has the asserts as written, and must neither be read here nor be replaced.
     def get_data(self, path: str) -> bytes:
         return super().get_data(_renamed(path))
 
@@ -33,7 +33,7 @@ class _RewritingLoader(SourceFileLoader):
 
 def _renamed(path: str) -> str:
     stem = path.removesuffix(".pyc")
-    return path if stem == path else f"{stem}-ranks-{pytest.__version__}.pyc"
+    return path if stem == path else f"{stem}-pytest-{pytest.__version__}.pyc"
 
 
 class _Finder(MetaPathFinder):

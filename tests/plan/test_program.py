@@ -147,7 +147,7 @@ def test_two_backward_passes_hold_the_sums_of_no_more_units_in_a_deeper_model():
 
 
 def test_auto_keeps_what_the_gpu_has_room_for():
-    shape = preset("gpt2", vocab_size=64, context_length=2048, **SHAPE | {"num_layers": 6})
+    shape = preset("gpt2", vocab_size=64, context_length=2048, **SHAPE | {"num_layers": 2})
     settings = {**SIZES, "rows": 1, "row_length": 2048, "vocab_size": 64, "precision": "bf16"}
     scenario = Scenario(world_size=64, **settings, clipping="auto")
     plans: list[tuple[int, int | None]] = []
