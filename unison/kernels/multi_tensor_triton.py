@@ -403,9 +403,8 @@ def release(
                     *given, **options, ADD=add, num_warps=8, enable_fp_fusion=False
                 )
             else:
-                # What the compiler would take for itself leaves room for fewer warps.
                 noisy_kernel[(len(tensors),)](
-                    *given, **options, num_warps=1, maxnreg=72, enable_fp_fusion=False
+                    *given, **options, num_warps=1, enable_fp_fusion=False
                 )
         if noise is not None and index is not None:
             recipes.zero_()  # a copy: the key does not stay behind in device memory
