@@ -46,10 +46,6 @@ def many_cases():
     for aligned in (True, False):
         yield f"squares {aligned}", k.squares_kernel, {"num_warps": 8}, {}, {
             "VALUE": tl.bfloat16, "ALIGNED": aligned, "TILE": k._SQUARE_TILE}
-        yield f"moments {aligned}", k.moments_kernel, {"num_warps": 8}, {
-            "is_held": "*fp32", "beta1": "fp32", "beta2": "fp32", "scale1": "fp32",
-            "scale2": "fp32"}, {"VALUE": tl.bfloat16, "HAS_FLAG": True, "ALIGNED": aligned,
-            "TILE": k._COMBINE_TILE}
         yield f"release sum {aligned}", k.release_kernel, {"num_warps": 8, **plain}, {}, {
             "VALUE": tl.bfloat16, "DTYPE": tl.bfloat16, "ADD": False, "ALIGNED": aligned,
             "TILE": k._COMBINE_TILE, **at_once}
@@ -139,11 +135,10 @@ def test_aligned_tensors_are_read_wide():
         "squares True",
         "release sum True",
         "release noisy True",
-        "moments True",
         "affine",
         "columns",
     )
-    assert len(found) == 6
+    assert len(found) == 5
     for name, counts in found.items():
         assert counts["wide"] > 0, name
 
@@ -152,7 +147,7 @@ def test_aligned_tensors_are_read_wide():
 @pytest.mark.parametrize(
     ("names", "count"),
     [
-        (("squares*", "total", "add*", "moments*"), 7),
+        (("squares*", "total", "add*"), 5),
         (("release*",), 4),
         (("rows*", "affine", "split"), 6),
         (("columns",), 1),

@@ -18,7 +18,7 @@ def positive(batch: int, n: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 130])
 @interpreted
 def test_inverses_of_factors_in_their_place(n):
-    from unison.kernels.cholesky_triton import invert_factors_
+    from unison.kernels.kfac_triton import invert_factors_
 
     matrices = positive(3, n)
     expected = torch.linalg.inv(torch.linalg.cholesky(matrices))
@@ -37,7 +37,7 @@ def test_inverses_of_factors_in_their_place(n):
 
 @interpreted
 def test_matrices_without_a_factor_are_told_apart():
-    from unison.kernels.cholesky_triton import invert_factors_
+    from unison.kernels.kfac_triton import invert_factors_
 
     matrices = torch.eye(70).repeat(5, 1, 1)
     for number, value in ((1, -1.0), (2, torch.nan), (3, torch.inf)):
@@ -73,7 +73,7 @@ def in_rows(rows: int, columns: int, width: int) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize("is_held", [None, 0.0, 1.0])
 @interpreted
 def test_averages_that_lie_in_rows_are_adams(is_held):
-    from unison.kernels.moments_triton import moments
+    from unison.kernels.kfac_triton import moments
     from unison.kernels.multi_tensor import moments_reference
 
     torch.manual_seed(0)
@@ -107,17 +107,17 @@ def test_averages_that_lie_in_rows_are_adams(is_held):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @interpreted
 def test_drawn_labels_are_those_of_probabilities(classes, dtype):
-    from unison.kernels import labels_triton
+    from unison.kernels import kfac_triton
     from unison.kfac.labels import drawn_classes
 
     torch.manual_seed(0)
-    labels_triton.BLOCK = 256
+    kfac_triton.BLOCK = 256
     z = (3 * torch.randn(2, 6, classes + 3)).to(dtype)[..., :classes]
     u = torch.rand(2, 6, dtype=torch.float64)
     if classes > 10:  # none of probability 0 is drawn, at neither end
         z[0, 0, :3] = z[1, 1, -3:] = z[1, 2, 255 : min(260, classes)] = -torch.inf
         u[0, 0], u[1, 1] = 0.0, 1 - 2.0**-53
-    gradient = labels_triton.drawn(z, u)
+    gradient = kfac_triton.drawn(z, u)
     p = torch.softmax(z.double(), dim=-1)
     y = drawn_classes(p, u).unsqueeze(-1)
     assert (p.gather(-1, y) > 0).all()
@@ -128,14 +128,14 @@ def test_drawn_labels_are_those_of_probabilities(classes, dtype):
     tolerance = 2.0**-8 if dtype == torch.bfloat16 else 1e-6
     assert relative(gradient.double(), expected) <= tolerance
     z[0, 3, 0] = torch.nan
-    is_bad = labels_triton.drawn(z, u).isnan().all(dim=-1)
+    is_bad = kfac_triton.drawn(z, u).isnan().all(dim=-1)
     assert is_bad.nonzero().tolist() == [[0, 3]]
-    assert labels_triton.drawn(z[:0], u[:0]).shape == (0, 6, classes)
+    assert kfac_triton.drawn(z[:0], u[:0]).shape == (0, 6, classes)
 
 
 @interpreted
 def test_labels_are_drawn_as_often_as_they_are_probable():
-    from unison.kernels.labels_triton import drawn
+    from unison.kernels.kfac_triton import drawn
 
     z = torch.tensor([0.1, 0.0, 0.4, 0.2, 0.3]).log().expand(2, 500, 5)
     u = (torch.arange(1000, dtype=torch.float64) + 0.5).view(2, 500) / 1000
@@ -164,18 +164,16 @@ def compiled(kernel, options, types, **constants):
             "rounded": ptx.count("cvt.rn.bf16")}
 
 def cases():
-    from unison.kernels import cholesky_triton
-    yield cholesky_triton.invert_factors_kernel, {"num_warps": 8, "num_stages": 1}, {
-        "matrices": "*fp32", "lowers": "*fp32", "infos": "*i32"}, {"TILE": cholesky_triton.TILE}
-
-    from unison.kernels import labels_triton, moments_triton
-    yield labels_triton.drawn_kernel, {"num_warps": 8}, {
-        "logits": "*bf16", "uniforms": "*fp64", "out": "*bf16"}, {"BLOCK": labels_triton.BLOCK}
+    from unison.kernels import kfac_triton
+    yield kfac_triton.invert_factors_kernel, {"num_warps": 8, "num_stages": 1}, {
+        "matrices": "*fp32", "lowers": "*fp32", "infos": "*i32"}, {"TILE": kfac_triton.TILE}
+    yield kfac_triton.drawn_kernel, {"num_warps": 8}, {
+        "logits": "*bf16", "uniforms": "*fp64", "out": "*bf16"}, {"BLOCK": kfac_triton.BLOCK}
     types = {"table": "*i64", "tensors": "*i32", "first_tiles": "*i64", "squares": "*fp32",
              "is_held": "*fp32", "beta1": "fp32", "beta2": "fp32", "scale1": "fp32",
              "scale2": "fp32", "eps": "fp32"}
-    height, length = moments_triton._LONG
-    yield moments_triton.moments_kernel, {"num_warps": 8}, types, {
+    height, length = kfac_triton._LONG
+    yield kfac_triton.moments_kernel, {"num_warps": 8}, types, {
         "HAS_FLAG": True, "ALIGNED": True, "HEIGHT": height, "LENGTH": length}
 
 print(json.dumps({kernel.__name__: compiled(kernel, options, types, **constants)

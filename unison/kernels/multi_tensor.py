@@ -225,7 +225,9 @@ def moments(
     Returns:
         [tensors], float64.
     """
-    make = _kernels().moments if is_fast(gradients) else moments_reference
+    make = moments_reference
+    if takes(*gradients) and all(each.dtype == torch.float32 for each in gradients):
+        make = import_module("unison.kernels.kfac_triton").moments  # of means that lie in rows, too
     return make(gradients, means, variances, count, betas, eps, is_held)
 
 

@@ -1,4 +1,4 @@
-"""Gradients of many parameters: squared, combined, released and averaged, in one launch each.
+"""Gradients of many parameters: squared, combined and released, in one launch each.
 
 [Note: the measured tensor] X_b, the gradient of sample b with respect to a parameter, lies in
 memory as it was computed, in bfloat16 or float32. `squares` reads these very numbers, and `combine`
@@ -29,8 +29,8 @@ from unison.kernels.multi_tensor import NoiseDraw, on_device, tile_map
 from unison.kernels.random_triton import decided_steps, secure_steps, secure_words
 
 # Columns of the table, all int64.
-VALUES, STRIDE, NUMEL, OUT, FIRST, SAMPLES, SECOND = (tl.constexpr(i) for i in range(7))
-WIDTH = tl.constexpr(7)
+VALUES, STRIDE, NUMEL, OUT, FIRST, SAMPLES = (tl.constexpr(i) for i in range(6))
+WIDTH = tl.constexpr(6)
 RECIPE, FLOATS_AT = tl.constexpr(random.RECIPE_LENGTH), tl.constexpr(random.FLOATS_AT)
 MAGIC, PER_BLOCK = tl.constexpr(random.ROUND_MAGIC), tl.constexpr(random.SECURE_PER_BLOCK)
 
@@ -258,34 +258,6 @@ def noisy_kernel(
             )  # fmt: skip
 
 
-@triton.jit
-def moments_kernel(
-    table, tensors, first_tiles, squares, is_held, beta1, beta2, scale1, scale2, eps,
-    VALUE: tl.constexpr, HAS_FLAG: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One tile of Adam's averages, and Σ s² of its step s = m̂ / (√v̂ + ε), which is not written.
-
-    Averages stay as they are where `is_held` is not 0.
-    """
-    program = tl.program_id(0)
-    tensor = tl.load(tensors + program)
-    row = table + tensor * WIDTH
-    at = (program - tl.load(first_tiles + tensor)) * TILE + tl.arange(0, TILE)
-    mask = at < _number(row, NUMEL, ALIGNED)
-    g = _values(row, tl.zeros((), tl.int64), at, mask, VALUE, ALIGNED)
-    means = _pointer(row, OUT, tl.float32, ALIGNED) + at
-    variances = _pointer(row, SECOND, tl.float32, ALIGNED) + at
-    m, v = tl.load(means, mask=mask, other=0.0), tl.load(variances, mask=mask, other=0.0)
-    m += (1 - beta1) * (g - m)
-    v = beta2 * v + (1 - beta2) * (g * g)
-    step = m * scale1 / (tl.sqrt(v * scale2) + eps)
-    tl.store(squares + program, tl.sum(tl.where(mask, step * step, 0.0)))
-    if HAS_FLAG:
-        mask = mask & (tl.zeros((TILE,), dtype=tl.float32) + tl.load(is_held) == 0.0)
-    tl.store(means, m, mask=mask)
-    tl.store(variances, v, mask=mask)
-
-
 # --- launches: tables for the kernels, and nothing that waits for the device ----------------------
 
 _DTYPES = {
@@ -306,7 +278,6 @@ def _launches(
     outs: Sequence[Tensor] | None = None,
     starts: Sequence[int] | None = None,
     size: int = 1,
-    second: Sequence[Tensor] | None = None,
 ) -> Iterator[tuple[Tensor | None, dict[str, Any], tuple[int, ...], Tensor]]:
     """Cut many tensors into launches: of one dtype each, and as aligned as the loads are wide.
 
@@ -315,7 +286,6 @@ def _launches(
         outs: Where the results go, if anywhere.
         starts: Each tensor's first element in its parameter; 0 unless given.
         size: Elements of a tile, before which elements are skipped that are not a tensor's own.
-        second: Where further results go, if anywhere.
 
     Yields:
         Which of all tensors they are, or None for all; what a kernel is compiled for (VALUE,
@@ -329,12 +299,10 @@ def _launches(
     table[:, SAMPLES] = [len(each) for each in values]
     if outs is not None:
         table[:, OUT] = [each.data_ptr() for each in outs]
-    if second is not None:
-        table[:, SECOND] = [each.data_ptr() for each in second]
     if starts is not None:
         table[:, FIRST] = starts
     is_aligned = (table[:, NUMEL] | table[:, STRIDE] | table[:, FIRST]) % 8 == 0
-    for column in (VALUES, OUT, SECOND):
+    for column in (VALUES, OUT):
         is_aligned &= table[:, column] % 16 == 0
     made = values if outs is None else outs
     dtypes = [(a.dtype, b.dtype) for a, b in zip(values, made, strict=True)]
@@ -408,39 +376,6 @@ def release(
                 )
         if noise is not None and index is not None:
             recipes.zero_()  # a copy: the key does not stay behind in device memory
-
-
-def moments(
-    gradients: Sequence[Tensor],
-    means: Sequence[Tensor],
-    variances: Sequence[Tensor],
-    count: int,
-    betas: tuple[float, float],
-    eps: float,
-    is_held: Tensor | None,
-) -> Tensor:
-    """See `multi_tensor.moments`."""
-    values, (beta1, beta2) = [each.reshape(1, -1) for each in gradients], betas
-    device, out = values[0].device, means[0].new_empty(len(values), 1, dtype=torch.float64)
-    for index, constants, numels, table in _launches(values, means, second=variances):
-        tensors, first = tile_map(numels, _COMBINE_TILE, device)
-        parts = torch.empty(1, len(tensors), device=device)
-        totals = out if index is None else out.new_empty(len(numels), 1)
-        with on_device_of(out):
-            moments_kernel[(len(tensors),)](
-                table, tensors, first, parts, parts if is_held is None else is_held, beta1, beta2,
-                1 / (1 - beta1**count), 1 / (1 - beta2**count), eps,
-                VALUE=constants["VALUE"], ALIGNED=constants["ALIGNED"],
-                HAS_FLAG=is_held is not None, TILE=_COMBINE_TILE,
-                num_warps=8, enable_fp_fusion=True,
-            )  # fmt: skip
-            total_kernel[(len(numels), 1)](
-                parts, first, totals, len(numels), len(tensors),
-                BLOCK=256, num_warps=4, enable_fp_fusion=True,
-            )  # fmt: skip
-        if index is not None:
-            out.index_copy_(0, index, totals)
-    return out.view(-1)
 
 
 # --- sums over tokens, for biases and for the gain and the offset of a norm -----------------------

@@ -127,7 +127,7 @@ def _draw_categorical(z: Tensor, stream: Stream, first_row: int) -> Tensor:
     """Softmax(z) - e_y for drawn classes y, from logits; rows are numbered from `first_row`."""
     u = uniform(stream, _box(z[..., 0], first_row), dtype=torch.float64, device=z.device)
     if z.is_cuda and takes(z) and z.stride(-1) == 1:  # in the dtype in which it is sent back
-        return import_module("unison.kernels.labels_triton").drawn(z, u)
+        return import_module("unison.kernels.kfac_triton").drawn(z, u)
     gradient = torch.softmax(z, dim=-1, dtype=wide_dtype(z.dtype))
     y = drawn_classes(gradient, u).unsqueeze(-1)
     return gradient.scatter_add_(-1, y, gradient.new_full((), -1.0).expand(y.shape))

@@ -357,7 +357,7 @@ def _factorise_(whole: Tensor, low: int, high: int, infos: list[Tensor]) -> None
 def _invert_leaf_(block: Tensor) -> Tensor:  # [batch, n, n] -> [batch]
     """Put the inverses of the factors in the place of a block; returns 0 where there are some."""
     if takes(block):
-        return import_module("unison.kernels.cholesky_triton").invert_factors_(block)
+        return import_module("unison.kernels.kfac_triton").invert_factors_(block)
     lower, info = torch.linalg.cholesky_ex(block)
     block.copy_(_inverse_of_lower(lower))
     return info

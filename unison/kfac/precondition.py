@@ -21,7 +21,6 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from torch._utils import _unflatten_dense_tensors
 
 from unison.errors import BadInput
 from unison.kernels import multi_tensor
-from unison.kernels.available import takes
 from unison.kfac.config import KFACConfig
 from unison.kfac.factors import phase, unpacked
 from unison.kfac.inverse import (
@@ -395,10 +393,7 @@ class Graft:
             return None
         m, v = [self._m[name] for name in names], [self._v[name] for name in names]
         count, betas = counts.pop(), (self._beta1, self._beta2)
-        make = multi_tensor.moments
-        if takes(*gradients):  # and means that lie in rows
-            make = import_module("unison.kernels.moments_triton").moments
-        return make(gradients, m, v, count, betas, self._eps, is_overflow)
+        return multi_tensor.moments(gradients, m, v, count, betas, self._eps, is_overflow)
 
     def uncount(self) -> None:
         """Count the last step as none: its gradients were not finite."""
