@@ -109,6 +109,7 @@ OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
     "adamw foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
     "adamw amsgrad": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True, foreach=True),
+    "adamw amsgrad, one by one": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True, foreach=False),
     "adamw maximize": lambda p: torch.optim.AdamW(p, 1e-2, maximize=True, foreach=False),
     "adamw tensor lr": lambda p: torch.optim.AdamW(p, torch.tensor(1e-2), fused=True),
     "adam decay": lambda p: torch.optim.Adam(p, 1e-2, weight_decay=0.1, foreach=True),
@@ -121,6 +122,7 @@ OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
     "nadam": lambda p: torch.optim.NAdam(p, 1e-2, foreach=True),
     "radam": lambda p: torch.optim.RAdam(p, 1e-2, foreach=True),
     "adamax": lambda p: torch.optim.Adamax(p, 1e-2, foreach=True),
+    "adamax, one by one": lambda p: torch.optim.Adamax(p, 1e-2, foreach=False),
     "adadelta": lambda p: torch.optim.Adadelta(p, 1.0, foreach=True),
     "asgd": lambda p: torch.optim.ASGD(p, 1e-2, foreach=True),
 }

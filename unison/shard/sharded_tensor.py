@@ -255,7 +255,6 @@ def _handler_of(func: Any) -> Handler:
         torch.Tag.pointwise in func.tags
         and torch.Tag.nondeterministic_seeded not in func.tags
         and [str(result.type) for result in schema.returns] == ["Tensor"]  # `equal` has the tag too
-        and not any(argument.is_out for argument in schema.arguments)
     )
     return _elementwise if is_elementwise else _refuse
 
@@ -345,8 +344,8 @@ def _check_same_gradient(number: Tensor, placement: Placement) -> None:
 
 
 def _elementwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    shard = args[0]
     is_write = func._schema.is_mutable
+    shard = written = kwargs.get("out", args[0])
     if type(shard) is not ShardedTensor:
         if is_write:
             return _refuse(func, args, kwargs)
@@ -356,8 +355,8 @@ def _elementwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     result = func(*parts, **{key: _part(value, placement) for key, value in kwargs.items()})
     if not is_write:
         return ShardedTensor(result, placement)
-    _count_writes(parts[0])
-    return args[0]
+    _count_writes(_part(written, placement))
+    return written
 
 
 def _on_lists(schema: Any) -> Handler:
