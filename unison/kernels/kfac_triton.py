@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unison.kernels.available import on_device_of
 from unison.kernels.multi_tensor import on_device, tile_map
-from unison.kernels.multi_tensor_triton import total_kernel
+from unison.kernels.multi_tensor_triton import _number, _pointer, total_kernel
 
 # --- inverses of small blocks ---------------------------------------------------------------------
 #
@@ -231,27 +231,6 @@ _LONG, _HIGH = (16, 256), (256, 16)  # tiles of tensors whose rows are loaded wi
 
 
 @triton.jit
-def _place(row, column, ALIGNED: tl.constexpr):
-    """Return an address from the table; if aligned, a multiple of 16 bytes."""
-    pointer = tl.load(row + column).to(tl.pointer_type(tl.float32))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
-@triton.jit
-def _length(row, column, ALIGNED: tl.constexpr):
-    """Return a number of elements from the table; if aligned, a multiple of 8.
-
-    The compiler believes arithmetic, not hints on what was loaded: else it would load one by one.
-    """
-    number = tl.load(row + column)
-    if ALIGNED:
-        number = (number // 8) * 8
-    return number
-
-
-@triton.jit
 def moments_kernel(
     table, tensors, first_tiles, squares, is_held, beta1, beta2, scale1, scale2, eps,
     HAS_FLAG: tl.constexpr, ALIGNED: tl.constexpr, HEIGHT: tl.constexpr, LENGTH: tl.constexpr,
@@ -264,15 +243,15 @@ def moments_kernel(
     tensor = tl.load(tensors + program)
     row = table + tensor * WIDTH
     tile = program - tl.load(first_tiles + tensor)
-    rows, columns = tl.load(row + ROWS), _length(row, COLUMNS, ALIGNED)
+    rows, columns = tl.load(row + ROWS), _number(row, COLUMNS, ALIGNED)
     across = tl.cdiv(columns, LENGTH)
     r = (tile // across) * HEIGHT + tl.arange(0, HEIGHT)[:, None]
     c = (tile % across) * LENGTH + tl.arange(0, LENGTH)[None, :]
     mask = (r < rows) & (c < columns)
     at = r * columns + c
-    means = _place(row, MEAN, ALIGNED) + r * _length(row, STRIDE, ALIGNED) + c
-    variances = _place(row, VARIANCE, ALIGNED) + at
-    g = tl.load(_place(row, GRADIENT, ALIGNED) + at, mask=mask, other=0.0)
+    means = _pointer(row, MEAN, tl.float32, ALIGNED) + r * _number(row, STRIDE, ALIGNED) + c
+    variances = _pointer(row, VARIANCE, tl.float32, ALIGNED) + at
+    g = tl.load(_pointer(row, GRADIENT, tl.float32, ALIGNED) + at, mask=mask, other=0.0)
     m, v = tl.load(means, mask=mask, other=0.0), tl.load(variances, mask=mask, other=0.0)
     m += (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * (g * g)
