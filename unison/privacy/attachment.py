@@ -89,7 +89,24 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:  # type: ignore[override]
         ctx.on_backward(ctx.saved_tensors, gradients)
-        return None, None, *gradients
+        return None, None, *_with_thin_zeros(ctx.saved_tensors, gradients)
+
+
+def _with_thin_zeros(
+    outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
+) -> Iterator[Tensor | None]:
+    """Gradients of outputs; zeros without memory where a compiled graph needs one and none came.
+
+    Autograd would make zeros of the output's shape and hold them all through the graph's backward
+    pass: beside a loss, those of the logits, the largest tensor there is. An expanded scalar the
+    graph makes its own, and lets go when it has read it.
+    """
+    nodes = {each.grad_fn for each, g in zip(outputs, gradients, strict=True) if g is not None}
+    for each, g in zip(outputs, gradients, strict=True):
+        node = each.grad_fn
+        if g is None and node in nodes and type(node).__name__ == "CompiledFunctionBackward":
+            g = each.new_zeros(()).expand(each.shape)
+        yield g
 
 
 def gate(output: Any, on_backward: OnBackward) -> Any:
