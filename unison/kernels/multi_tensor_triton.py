@@ -229,18 +229,30 @@ def noisy_kernel(
     recipe, begin = recipes + tensor * RECIPE, _number(row, FIRST, ALIGNED)
     tile = program - tl.load(first_tiles + tensor)
     block = (begin // TILE + tile) * (TILE // PER_BLOCK)
-    w0, w1, w2, shared = secure_words(block + tl.arange(0, TILE // PER_BLOCK), recipe)
     lane = tl.arange(0, TILE // 3)
     place = (lane // 4) * PER_BLOCK + lane % 4
     begin = tile * TILE - begin % TILE
     numel = _number(row, NUMEL, ALIGNED)
     spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
     out = _pointer(row, OUT, DTYPE, ALIGNED)
+    IS_SUM: tl.constexpr = (tl.int32 == VALUE) or (tl.int64 == VALUE)
+    if IS_SUM:  # asked for before the cipher runs, and there when it has
+        values, weight = _pointer(row, VALUES, VALUE, ALIGNED), tl.load(weights).to(tl.float64)
+        at = begin + place
+        sum0 = tl.load(values + at, mask=(at >= 0) & (at < numel), other=0)
+        at += 4
+        sum1 = tl.load(values + at, mask=(at >= 0) & (at < numel), other=0)
+        at += 4
+        sum2 = tl.load(values + at, mask=(at >= 0) & (at < numel), other=0)
+    w0, w1, w2, shared = secure_words(block + tl.arange(0, TILE // PER_BLOCK), recipe)
     open0, open1, open2 = place, place, place
     for i in tl.static_range(3):
         at = begin + 4 * i + place
         mask = (at >= 0) & (at < numel)
-        total = _clipped(row, weights, at, mask, VALUE, ALIGNED, TILE // 3, AT_ONCE)
+        if IS_SUM:
+            total = weight * (sum0 if i == 0 else (sum1 if i == 1 else sum2)).to(tl.float64)
+        else:
+            total = _clipped(row, weights, at, mask, VALUE, ALIGNED, TILE // 3, AT_ONCE)
         words = w0 if i == 0 else (w1 if i == 1 else w2)
         steps, is_open = secure_steps(words, shared << (9 * i), recipe, coefficients)
         tl.store(out + at, _noisy(total, steps, spacing, factor, DTYPE), mask=mask)
