@@ -7,6 +7,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -102,6 +103,7 @@ def sent_to_host(value: Tensor) -> Callable[[], Tensor]:
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
+@lru_cache(maxsize=1 << 14)  # all names are asked for in every step
 def canonical_name(name: str) -> str:
     """Strip what DDP, torch.compile and checkpoint wrappers put into a parameter's name.
 

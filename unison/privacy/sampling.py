@@ -49,6 +49,7 @@ from unison.shard.ranks import Ranks
 from unison.shard.sharded_tensor import show_shards as show_shards
 
 _PURPOSE = "sampling"  # keeps membership apart from the noise under the same key
+_SHUFFLED_AT_ONCE = 1 << 12  # records
 _PRIORITIES = 1 << 62  # two of a million records share a priority once in ten million steps
 _ROUNDING = 1e-9  # 1 / rate may miss a whole number by this much, relative
 
@@ -269,6 +270,7 @@ class Draws:
             )
         self.sampling, self.num_records = sampling, num_records
         self._key = key
+        self._order, self._order_of = torch.empty(0, device="cpu"), (-1, -1)
 
     def records(self, step: int) -> Tensor:
         """Return the records of a step [batch], int64: ascending, or in shuffled order."""
@@ -276,10 +278,7 @@ class Draws:
         sampling = self.sampling
         with torch.device("cpu"):  # whatever the user's default device is
             if isinstance(sampling, Shuffled):
-                epoch, position = divmod(step, self.steps_per_epoch)
-                order = Permutation(Stream(self._key, "shuffle", epoch, _PURPOSE), self.num_records)
-                first = position * sampling.batch_size
-                return order(torch.arange(first, first + sampling.batch_size))
+                return self._shuffled(sampling.batch_size, step)
             stream = Stream(self._key, "membership", step, _PURPOSE, Cipher.CHACHA20)
             members = poisson_sample(stream, self.num_records, sampling.rate)
             if isinstance(sampling, Poisson) or len(members) <= sampling.capacity:
@@ -292,6 +291,22 @@ class Draws:
             fill_rows(priorities, recipe, members, 1)
             kept = priorities.argsort(stable=True)[: sampling.capacity]
             return members[kept].sort().values
+
+    def _shuffled(self, batch_size: int, step: int) -> Tensor:
+        """Return the records of a step, whose order was made for many steps at once.
+
+        A permutation of few records takes as long as one of thousands: milliseconds, in which a
+        GPU would wait for its next batch.
+        """
+        epoch, position = divmod(step, self.steps_per_epoch)
+        at_once = max(1, _SHUFFLED_AT_ONCE // batch_size)
+        first = position - position % at_once
+        if (epoch, first) != self._order_of:
+            end = min(first + at_once, self.steps_per_epoch)
+            order = Permutation(Stream(self._key, "shuffle", epoch, _PURPOSE), self.num_records)
+            self._order = order(torch.arange(first * batch_size, end * batch_size))
+            self._order_of = epoch, first
+        return self._order.view(-1, batch_size)[position - first].clone()
 
     def __repr__(self) -> str:
         return f"Draws({self.sampling!r}, num_records={self.num_records})"
