@@ -42,8 +42,9 @@ def compiled(kernel, options, types=(), **constants):
 
 def many_cases():
     from unison.kernels import multi_tensor_triton as k
-    plain, at_once = {"enable_fp_fusion": False}, {"AT_ONCE": k._SAMPLES_AT_ONCE}
+    plain = {"enable_fp_fusion": False}
     for aligned in (True, False):
+        at_once = {"AT_ONCE": k._SAMPLES_AT_ONCE, "IS_ONCE": aligned}
         yield f"squares {aligned}", k.squares_kernel, {"num_warps": 8}, {}, {
             "VALUE": tl.bfloat16, "ALIGNED": aligned, "TILE": k._SQUARE_TILE}
         yield f"release sum {aligned}", k.release_kernel, {"num_warps": 8, **plain}, {}, {

@@ -102,28 +102,43 @@ def _share(values, weight, at, mask, TILE: tl.constexpr):
 
 @triton.jit
 def _weighted(
-    values, stride, samples, weights, at, mask, TILE: tl.constexpr, AT_ONCE: tl.constexpr
+    values, stride, samples, weights, at, mask,
+    TILE: tl.constexpr, AT_ONCE: tl.constexpr, IS_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Return Σ_b w_b X_b of a tile, samples one after the other, float64.
 
-    Some are read at once: a tile of one sample is too little to be waited for by itself.
+    Some are read at once: a tile of one sample is too little to be waited for by itself. If that
+    is all of them there is no loop, and the compiler may put their loads where it likes.
     """
     total = tl.zeros((TILE,), dtype=tl.float64)
-    if samples == 1:  # a sum, and not per-sample gradients
-        total += _share(values, tl.load(weights), at, mask, TILE)
+    if IS_ONCE:
+        total = _with_some(total, 0, values, stride, samples, weights, at, mask, TILE, AT_ONCE)
     else:
         for first in range(0, samples, AT_ONCE):
-            for i in tl.static_range(AT_ONCE):
-                sample = first + i
-                weight = tl.load(weights + sample, mask=sample < samples, other=0.0)
-                total += _share(values + sample.to(tl.int64) * stride, weight, at, mask, TILE)
+            total = _with_some(
+                total, first, values, stride, samples, weights, at, mask, TILE, AT_ONCE
+            )
+    return total
+
+
+@triton.jit
+def _with_some(
+    total, first, values, stride, samples, weights, at, mask,
+    TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Return a total with the shares of the next AT_ONCE samples, or of as many as there are."""
+    for i in tl.static_range(AT_ONCE):
+        sample = first + i
+        weight = tl.load(weights + sample, mask=sample < samples, other=0.0)
+        total += _share(values + sample * stride, weight, at, mask, TILE)
     return total
 
 
 @triton.jit
 def _clipped(
     row, weights, at, mask,
-    VALUE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+    VALUE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr, IS_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of the clipped sum Σ_b c_b X_b, float64."""
     values = _pointer(row, VALUES, VALUE, ALIGNED)
@@ -131,7 +146,7 @@ def _clipped(
         total = _share(values, tl.load(weights), at, mask, TILE)
     else:
         stride, samples = _number(row, STRIDE, ALIGNED), tl.load(row + SAMPLES).to(tl.int32)
-        total = _weighted(values, stride, samples, weights, at, mask, TILE, AT_ONCE)
+        total = _weighted(values, stride, samples, weights, at, mask, TILE, AT_ONCE, IS_ONCE)
     return total
 
 
@@ -139,7 +154,7 @@ def _clipped(
 def release_kernel(
     table, recipes, tensors, first_tiles, weights, coefficients, batch, factor,
     VALUE: tl.constexpr, DTYPE: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+    TILE: tl.constexpr, AT_ONCE: tl.constexpr, IS_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the clipped sum, times `factor`.
 
@@ -150,7 +165,8 @@ def release_kernel(
     row = table + tensor * WIDTH
     at = (program - tl.load(first_tiles + tensor)) * TILE + tl.arange(0, TILE)
     mask = at < _number(row, NUMEL, ALIGNED)
-    total = _clipped(row, weights + tensor * batch, at, mask, VALUE, ALIGNED, TILE, AT_ONCE)
+    weights += tensor * batch
+    total = _clipped(row, weights, at, mask, VALUE, ALIGNED, TILE, AT_ONCE, IS_ONCE)
     out = _pointer(row, OUT, DTYPE, ALIGNED)
     if (tl.int32 == DTYPE) or (tl.int64 == DTYPE):
         made = ((total * factor + MAGIC) - MAGIC).to(DTYPE)
@@ -182,7 +198,7 @@ def _noisy(total, steps, spacing, factor, DTYPE: tl.constexpr):
 @triton.jit
 def _decide(
     candidates, begin, first, row, weights, recipe, coefficients, factor,
-    VALUE: tl.constexpr, DTYPE: tl.constexpr, AT_ONCE: tl.constexpr,
+    VALUE: tl.constexpr, DTYPE: tl.constexpr, AT_ONCE: tl.constexpr, IS_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Write those elements again whose noise is open, one after the other.
 
@@ -198,12 +214,13 @@ def _decide(
         VALUE: Of the sums.
         DTYPE: Of the output.
         AT_ONCE: See `_weighted`.
+        IS_ONCE: The same.
     """
     spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
     last = tl.max(candidates, 0)
     while last >= 0:
         at = begin + last + tl.arange(0, 1)
-        total = _clipped(row, weights, at, at >= 0, VALUE, False, 1, AT_ONCE)
+        total = _clipped(row, weights, at, at >= 0, VALUE, False, 1, AT_ONCE, IS_ONCE)
         steps = decided_steps(first + last, recipe, coefficients)
         out = _pointer(row, OUT, DTYPE, False)
         tl.store(out + at, _noisy(total, steps, spacing, factor, DTYPE))
@@ -214,7 +231,7 @@ def _decide(
 def noisy_kernel(
     table, recipes, tensors, first_tiles, weights, coefficients, batch, factor,
     VALUE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+    TILE: tl.constexpr, AT_ONCE: tl.constexpr, IS_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the clipped sum with noise, times `factor`: one over the divisor.
 
@@ -235,38 +252,31 @@ def noisy_kernel(
     numel = _number(row, NUMEL, ALIGNED)
     spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
     out = _pointer(row, OUT, DTYPE, ALIGNED)
-    IS_SUM: tl.constexpr = (tl.int32 == VALUE) or (tl.int64 == VALUE)
-    if IS_SUM:  # asked for before the cipher runs, and there when it has
-        values, weight = _pointer(row, VALUES, VALUE, ALIGNED), tl.load(weights).to(tl.float64)
-        at = begin + place
-        sum0 = tl.load(values + at, mask=(at >= 0) & (at < numel), other=0)
-        at += 4
-        sum1 = tl.load(values + at, mask=(at >= 0) & (at < numel), other=0)
-        at += 4
-        sum2 = tl.load(values + at, mask=(at >= 0) & (at < numel), other=0)
+    at0, at1, at2 = begin + place, begin + 4 + place, begin + 8 + place
+    mask0 = (at0 >= 0) & (at0 < numel)
+    mask1 = (at1 >= 0) & (at1 < numel)
+    mask2 = (at2 >= 0) & (at2 < numel)
+    # What the noise is added to is asked for before the cipher runs, and is there when it has.
+    total0 = _clipped(row, weights, at0, mask0, VALUE, ALIGNED, TILE // 3, AT_ONCE, IS_ONCE)
+    total1 = _clipped(row, weights, at1, mask1, VALUE, ALIGNED, TILE // 3, AT_ONCE, IS_ONCE)
+    total2 = _clipped(row, weights, at2, mask2, VALUE, ALIGNED, TILE // 3, AT_ONCE, IS_ONCE)
     w0, w1, w2, shared = secure_words(block + tl.arange(0, TILE // PER_BLOCK), recipe)
-    open0, open1, open2 = place, place, place
-    for i in tl.static_range(3):
-        at = begin + 4 * i + place
-        mask = (at >= 0) & (at < numel)
-        if IS_SUM:
-            total = weight * (sum0 if i == 0 else (sum1 if i == 1 else sum2)).to(tl.float64)
-        else:
-            total = _clipped(row, weights, at, mask, VALUE, ALIGNED, TILE // 3, AT_ONCE)
-        words = w0 if i == 0 else (w1 if i == 1 else w2)
-        steps, is_open = secure_steps(words, shared << (9 * i), recipe, coefficients)
-        tl.store(out + at, _noisy(total, steps, spacing, factor, DTYPE), mask=mask)
-        candidates = tl.where(is_open & mask, place, -1)
-        open0 = candidates if i == 0 else open0
-        open1 = candidates if i == 1 else open1
-        open2 = candidates if i == 2 else open2
+    steps, is_open = secure_steps(w0, shared, recipe, coefficients)
+    tl.store(out + at0, _noisy(total0, steps, spacing, factor, DTYPE), mask=mask0)
+    open0 = tl.where(is_open & mask0, place, -1)
+    steps, is_open = secure_steps(w1, shared << 9, recipe, coefficients)
+    tl.store(out + at1, _noisy(total1, steps, spacing, factor, DTYPE), mask=mask1)
+    open1 = tl.where(is_open & mask1, place, -1)
+    steps, is_open = secure_steps(w2, shared << 18, recipe, coefficients)
+    tl.store(out + at2, _noisy(total2, steps, spacing, factor, DTYPE), mask=mask2)
+    open2 = tl.where(is_open & mask2, place, -1)
     if tl.max(tl.maximum(tl.maximum(open0, open1), open2), 0) >= 0:
         tl.debug_barrier()  # what is decided here is written after what is written above
         for i in tl.static_range(3):
             candidates = open0 if i == 0 else (open1 if i == 1 else open2)
             _decide(
                 candidates, begin + 4 * i, block * PER_BLOCK + 4 * i, row, weights, recipe,
-                coefficients, factor, VALUE, DTYPE, AT_ONCE,
+                coefficients, factor, VALUE, DTYPE, AT_ONCE, IS_ONCE,
             )  # fmt: skip
 
 
@@ -376,7 +386,11 @@ def release(
             table, recipes, tensors, first, weights if index is None else weights[index],
             random.kernel_table(random.COARSE, device), batch, 1.0 / divisor,
         )  # fmt: skip
-        options = constants | {"AT_ONCE": max(1, min(batch, _SAMPLES_AT_ONCE)), "TILE": size}
+        options = constants | {
+            "TILE": size,
+            "AT_ONCE": max(1, min(batch, _SAMPLES_AT_ONCE)),
+            "IS_ONCE": batch <= _SAMPLES_AT_ONCE,
+        }
         with on_device_of(weights):
             if noise is None:
                 release_kernel[(len(tensors),)](
