@@ -8,7 +8,8 @@ and the optimizer), in an order that rotates; ratios are paired by round. Rounds
 64 and 128, at which private training checks again that samples do not mix: what that takes is in
 the steps before (`warm_up_seconds`). Memory is the peak of one step of a contender less what was
 allocated before it was built. `--passes 1 --rows 4 --tokens 512 --graphs` is one pass per step, in
-which both sides are CUDA graphs, optimizer included.
+which both sides are CUDA graphs, optimizer included; there steps are timed in blocks as well, which
+nothing waits for, and what each kernel takes is written beside them.
 
 The result is bench/results/compiled-gpu.json. Opacus takes part if its source is in an ignored
 folder (`pip install --no-deps --target bench/peers/site opacus opt_einsum`).
@@ -319,6 +320,28 @@ def seconds(step: Step, device: str) -> float:
     return time.perf_counter() - start
 
 
+def block_seconds(step: Step, num_steps: int = 20) -> float:
+    """Of one step among many that are not waited for."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / num_steps
+
+
+def kernel_ms(step: Step, num_steps: int = 3, most: int = 16) -> dict[str, float]:
+    """Milliseconds of a step by kernel, the longest first, and those of all."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(num_steps):
+            step()
+        torch.cuda.synchronize()
+    found: Counter[str] = Counter()
+    for each in profile.key_averages():
+        found[each.key[:100]] += each.self_device_time_total / 1e3 / num_steps
+    return {"all": sum(found.values()), **dict(found.most_common(most))}
+
+
 def measure(
     name: str, shape: Shape, device: str, rounds: int, wanted: Mapping[str, Callable[..., Step]]
 ) -> dict[str, Any]:
@@ -371,6 +394,11 @@ def measure(
             figures[kind]["ratio"] = ratio_of(each, times[REFERENCE]).figures()
             least = figures[REFERENCE]["peak_gib"]
             figures[kind]["memory_ratio"] = figures[kind]["peak_gib"] / least if least else None
+    if wanted.items() <= GRAPHS.items():
+        for kind, step in steps.items():
+            figures[kind]["block_seconds"] = [block_seconds(step) for _ in range(3)]
+            figures[kind]["kernel_ms"] = kernel_ms(step)
+            print(kind, figures[kind]["block_seconds"], figures[kind]["kernel_ms"]["all"])
     gc.unfreeze()
     for step in steps.values():
         if hasattr(step, "engine"):
