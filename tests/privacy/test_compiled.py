@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.privacy.common import attach, make_model, train
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Dense, Product
-from unison.privacy import PrivacyEngine
+from unison.privacy import PrivacyEngine, attachment
 from unison.privacy.compiled import CompiledPasses
 from unison.privacy.sampling import cut_passes
 from unison.shard import current_plan
@@ -251,6 +251,47 @@ def test_two_forward_passes_of_one_batch():
         return {name: each.detach().clone() for name, each in module.named_parameters()}
 
     check_same(run(EAGER), run(False))
+
+
+class WithLoss(nn.Module):
+    """Returns a loss and what it was made of, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.inner(x)
+        return cross_entropy(logits, y), logits
+
+
+@pytest.mark.parametrize("uses", ["loss", "logits", "both"])
+def test_outputs_that_are_not_used(monkeypatch, uses):
+    seen: list[tuple[int, ...]] = []
+    own = attachment._with_thin_zeros
+
+    def spied(outputs, gradients):
+        found = list(own(outputs, gradients))
+        seen.extend(each.stride() for each in found if each is not None)
+        return found
+
+    def run(compile: object) -> dict[str, Tensor]:  # noqa: A002
+        engine, module, optimizer, loader = attach(WithLoss(), compile=compile)
+        for step, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            loss, logits = module(x, y)
+            other = cross_entropy(logits, y)
+            {"loss": loss, "logits": other, "both": loss + 0.5 * other}[uses].backward()
+            optimizer.step()
+            if step == 2:
+                break
+        engine.detach()
+        return {name: each.detach().clone() for name, each in module.named_parameters()}
+
+    expected = run(False)
+    monkeypatch.setattr(attachment, "_with_thin_zeros", spied)
+    check_same(run(EAGER), expected)
+    assert ((0, 0) in seen) == (uses == "loss")  # zeros of logits that take no memory
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

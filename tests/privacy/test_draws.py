@@ -10,6 +10,7 @@ from scipy import stats
 
 from unison.errors import BadInput
 from unison.kernels.random import using_backend
+from unison.privacy import sampling
 from unison.privacy.sampling import Draws, Poisson, Shuffled, TruncatedPoisson
 from unison.rng import Cipher, Key, Stream, bernoulli
 
@@ -25,6 +26,16 @@ every_sampling = pytest.mark.parametrize("kind", SAMPLINGS)
 
 def draws(kind: str, seed: int = 7) -> Draws:
     return Draws(SAMPLINGS[kind], Key.from_seed(seed), N)
+
+
+@pytest.mark.parametrize("at_once", [1, 25, 1000])
+def test_records_do_not_depend_on_how_many_are_shuffled_at_once(monkeypatch, at_once):
+    straight = [draws("shuffled").records(step) for step in range(25)]
+    monkeypatch.setattr(sampling, "_SHUFFLED_AT_ONCE", at_once)
+    asked = draws("shuffled")
+    for step in [0, 1, 2, 9, 10, 24, 3]:
+        assert torch.equal(asked.records(step), straight[step])
+        asked.records(step).zero_()  # what is handed out is the caller's
 
 
 @every_sampling
