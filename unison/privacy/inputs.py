@@ -31,7 +31,7 @@ from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.arguments import refuse_gradient
 from unison.privacy.loss_check import LossCheck
 from unison.privacy.sampling import unpacked
-from unison.torch_internals import is_dtensor
+from unison.torch_internals import graph_leaves, is_dtensor
 
 # --- arguments and outputs ------------------------------------------------------------------------
 
@@ -352,20 +352,9 @@ def refuse_derivatives(func: Callable[..., Any], args: tuple, kwargs: dict[str, 
 
 
 def leaves_of(losses: Tensor) -> list[Tensor]:
-    """Return the tensors that a backward pass of losses would leave gradients at."""
-    found: list[Tensor] = []
-    waiting, seen = [losses.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)  # of an accumulator
-        is_own = type(variable) is Tracked or hasattr(variable, ANCHOR)
-        if variable is not None and not is_own:
-            found.append(variable)
-        waiting += [each for each, _ in node.next_functions]
-    return found
+    """Return the tensors that a backward pass of losses would leave gradients at, but for ours."""
+    found = graph_leaves([losses])
+    return [each for each in found if type(each) is not Tracked and not hasattr(each, ANCHOR)]
 
 
 def refuse_leaves(leaves: "Sequence[ref[Tensor]]") -> None:
