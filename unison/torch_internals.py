@@ -129,6 +129,20 @@ def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
     return tensor is not None and isinstance(value, tensor.DTensor)
 
 
+def graph_leaves(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaves that a backward pass of some tensors would come to."""
+    waiting, seen = [each.grad_fn for each in tensors], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of an accumulator
+        if leaf is not None:
+            yield leaf
+        waiting += [each for each, _ in node.next_functions]
+
+
 # --- torch's function modes, and their stack ------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from unison.plan.fusion import is_pointwise, is_read_from_memory
+from unison.plan.program import is_pointwise, is_read_from_memory
 
 
 def fused(function, *inputs) -> list[str]:

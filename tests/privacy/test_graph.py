@@ -250,6 +250,14 @@ def test_a_cpu_has_no_graphs():
         engine.capture_graph(lambda x, y: model(x, labels=y), ids, labels)
 
 
+def test_records_of_several_rows_have_no_graphs():
+    # Each row would be clipped by itself, and a record would weigh as much as its rows together.
+    engine, model, _, loader = private("cpu", batch_size=4, rows_per_sample=2)
+    ids, labels = next(iter(loader))
+    with pytest.raises(UnsupportedOperation, match="rows_per_sample=2 rows: train without a graph"):
+        engine.capture_graph(lambda x, y: model(x, labels=y), ids, labels)
+
+
 def test_an_optimizer_that_counts_on_the_host_is_refused():
     engine, model, _, loader = private("cpu", batch_size=4, optimizer=torch.optim.AdamW)
     ids, labels = next(iter(loader))

@@ -9,7 +9,7 @@ has not changed at all does not depend on the batch: it is made of parameters al
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from unison.capture.parts import local
 from unison.capture.tracked import Tracked
 from unison.errors import BadInput, UnsupportedOperation
+from unison.ops import Layout
 from unison.torch_internals import is_dtensor
 
 NO_AXIS = None  # made of parameters alone
@@ -109,27 +110,24 @@ class AxisTable:
             ways = {axes for each, axes in seen.items() if resembles(call, each, axes)}
         return ways.pop() if len(ways) == 1 else None
 
-    def axis(self, call: Call) -> Axis:
-        """The dimension of the output that holds the samples.
+    def layout_of(self, call: Call, axes: Axes | None, output: Tensor) -> Layout:
+        """Where samples lie in what came out of a call.
+
+        Args:
+            call: The call.
+            axes: What `find` says of it.
+            output: What came out.
 
         Raises:
-            UnsupportedOperation: If the call was not seen when the axes were learned.
+            UnsupportedOperation: If the call was not seen when the axes were learned, or samples
+                have not as many rows as they had: then they need not have as many each.
         """
-        found = self.find(call)
-        if found is None:
-            raise UnsupportedOperation(
-                f"{call} was not seen when it was learned where samples lie: the model takes "
-                "another path for this batch"
-            )
-        return found[0]
-
-    def check_rows(self, call: Call, num_rows: int) -> None:
-        """Make sure that samples have as many rows each as they had.
-
-        Raises:
-            UnsupportedOperation: If they have not: then they need not have as many each.
-        """
+        if axes is None:
+            refuse_unseen(call)
+        axis = axes[0]
+        assert axis is not None
         expected = (self.rows_per_sample or {}).get(call.kind)
+        num_rows = output.shape[axis]
         if expected is not None and Fraction(num_rows, max(call.batch, 1)) not in expected:
             raise UnsupportedOperation(
                 f"{call} has {num_rows} rows for {call.batch} samples, and had "
@@ -137,6 +135,7 @@ class AxisTable:
                 "samples lie: the number of rows depends on Python's reading of values. Select "
                 "rows with a mask or with indices that are tensors, whose samples are followed"
             )
+        return Layout(call.batch, axis)
 
     def learn_partly(self, many: list[Seen], fewer: list[Seen], sizes: tuple[int, int]) -> None:
         """As `learn`, of the calls that two passes have both made, as far as they tell anything."""
@@ -202,6 +201,14 @@ class AxisTable:
                 self.by_kind.setdefault(call.kind, {})[call] = found
                 num_new += 1
         return num_new
+
+
+def refuse_unseen(call: Call) -> NoReturn:
+    """Raise for a call of which nothing was learned."""
+    raise UnsupportedOperation(
+        f"{call} was not seen when it was learned where samples lie: the model takes another path "
+        "for this batch"
+    )
 
 
 def resembles(call: Call, seen: Call, axes: Axes) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen, see
+from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen, refuse_unseen, see
 from unison.capture.expression import ALWAYS, derive, is_in_place, per_sample_fallback
 from unison.capture.parts import local, record_of, refuse_use
 from unison.capture.probes import flat_weights_renewed
@@ -398,8 +398,7 @@ class Capture:
         if not _has_float_tensor(output):
             return output  # a size, a device, a mask: nothing to record
         if self.seen is None:
-            self.axes.axis(call)  # raises
-        assert self.seen is not None
+            refuse_unseen(call)
         self.seen.append(see(call, output, (*args, *kwargs.values())))
         if axes is not None and axes[0] is NO_AXIS:
             return derive(self, func, args, kwargs)
@@ -577,7 +576,7 @@ class Capture:
             if self._met is not None:
                 return output
         else:
-            layout = self.learned_layout(output)
+            layout = self.axes.layout_of(call, axes, output)
         anchor = self.anchors.get(output.device)
         if anchor is None:
             anchor = self.anchors[output.device] = torch.zeros(
@@ -591,33 +590,30 @@ class Capture:
             names = self.ignored
             tracked = [use for use in tracked if any(n not in names for n in use[0].of_parameters)]
         if self._is_again:
-            use = OperationUse(self, layout, tracked)
-            inputs = tuple(each.detach() for each in saved)
-            assert self.repeats is not None
-            for g, places, _ in self.repeats.meet(call, tuple(map(local, inputs))):
-                for _, name, record in use.records(g, inputs, places):
-                    self.on_record(name, plain_record(record))
+            self._record_again(call, OperationUse(self, layout, tracked), saved)
             # In the same place in memory, with no graph behind it. It requires a gradient as it did
             # the first time: kernels are chosen by that.
-            return tap(None, output.detach(), anchor, (), is_fresh=is_fresh)
-        is_late = torch._C._current_graph_task_id() != self._outer
-        if is_late:
-            self.used_late.update(name for value, _ in tracked for name in value.of_parameters)
-        number = self.repeats.number(call) if self.repeats is not None and not is_late else None
-        use = OperationUse(self, layout, tracked, number, is_late)
-        if self._uses is not None:
-            self._uses.append(use)
-        return tap(use, output, anchor, tuple(saved), is_fresh=is_fresh)
+            use, output, saved = None, output.detach(), ()
+        else:
+            is_late = torch._C._current_graph_task_id() != self._outer
+            if is_late:
+                self.used_late.update(name for value, _ in tracked for name in value.of_parameters)
+            number = None if self.repeats is None or is_late else self.repeats.number(call)
+            use = OperationUse(self, layout, tracked, number, is_late)
+            if self._uses is not None:
+                self._uses.append(use)
+        # A linear map makes a view, where it reshapes what it made: nobody else sees the original.
+        if is_fresh and output._base is not None:
+            output = _as_no_view(output, output.shape)
+        return _Tap.apply(use, is_fresh, output, anchor, *saved)  # type: ignore[return-value]
 
-    def learned_layout(self, output: Tensor) -> Layout:
-        """Where samples lie in what came out of the call that a rule runs for, as learned."""
-        assert self._current is not None
-        call, axes = self._current
-        axis = self.axes.axis(call) if axes is None else axes[0]
-        assert axis is not None
-        if self.axes.rows_per_sample is not None:
-            self.axes.check_rows(call, output.shape[axis])
-        return Layout(self.batch, axis)
+    def _record_again(self, call: Call, use: "OperationUse", saved: Sequence[Tensor]) -> None:
+        """Make the records that wait for a use that is met again; see `recompute`."""
+        inputs = tuple(each.detach() for each in saved)
+        assert self.repeats is not None
+        for g, places, _ in self.repeats.meet(call, tuple(map(local, inputs))):
+            for _, name, record in use.records(g, inputs, places):
+                self.on_record(name, plain_record(record))
 
 
 def _has_float_tensor(value: Any) -> bool:
@@ -705,6 +701,13 @@ class _Tap(torch.autograd.Function):
     The mark costs no copy, and the tensor may be changed in place later (a view could not). It
     needs a tensor whose own backward does not read it. What is saved goes through autograd, so that
     activation checkpointing drops it and makes it again.
+
+    Args:
+        use: What is to be recorded; None in a second pass, which is not gone backward.
+        is_fresh: Whether the operation made the output new and does not need it in its backward.
+        output: What the operation returned.
+        anchor: A scalar that requires a gradient, so that one comes even if no input does.
+        saved: What the record is made of.
     """
 
     @staticmethod
@@ -737,29 +740,6 @@ class _Tap(torch.autograd.Function):
                 raise
             ctx.use.record(g, tuple(value.detach() for value in saved))
         return None, None, g, None, *(None for _ in range(ctx.num_saved))
-
-
-def tap(
-    use: OperationUse | None,
-    output: Tensor,
-    anchor: Tensor,
-    saved: tuple[Tensor, ...],
-    *,
-    is_fresh: bool,
-) -> Tensor:
-    """Let `use` see the gradient of `output`.
-
-    Args:
-        use: What is to be recorded; None in a second pass, which is not gone backward.
-        output: What an operation returned.
-        anchor: A scalar that requires a gradient, so that one comes even if no input does.
-        saved: What the record is made of.
-        is_fresh: Whether the operation made the output new and does not need it in its backward.
-    """
-    # A linear map makes a view, where it reshapes what it made: nobody else sees what is behind.
-    if is_fresh and output._base is not None:
-        output = _as_no_view(output, output.shape)
-    return _Tap.apply(use, is_fresh, output, anchor, *saved)  # type: ignore[return-value]
 
 
 def refuse_second(*_: Any) -> NoReturn:

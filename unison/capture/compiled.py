@@ -190,9 +190,10 @@ class _Traced(Capture):
         is_fresh: bool = True,
     ) -> Tensor:
         """Let the gradients of the parameters that made `output` lead to slots."""
+        assert self._current is not None
         use = OperationUse(
             self,
-            self.learned_layout(output),
+            self.axes.layout_of(*self._current, output),
             [(value, builder) for value, builder in uses if type(value) is Tracked],
         )
         inputs = tuple(each.detach() for each in saved)

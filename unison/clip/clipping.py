@@ -13,9 +13,9 @@ from unison.clip.bounds import Grid, NormTable, SampleNorms, is_taken, num_terms
 from unison.clip.costs import KINDS, Choice, describe
 from unison.clip.measured import Factors
 from unison.clip.norms import (
-    GRADIENT_METHODS,
     NORM_METHODS,
     add_clipped,
+    from_records,
     measure,
     needed_to_keep,
 )
@@ -467,16 +467,14 @@ class Clipping:
 
     def _finish(self, parameter: UsedParameter, coefficients: Tensor) -> None:
         """Make the clipped sum: no record is missing."""
-        assert parameter.choice is not None
         if parameter.total is None:
             records, parameter.records = parameter.records, []
             shape = records[0].shape
             if parameter.is_fast and (self.grid is None or self.grid.dtype == torch.int32):
                 parameter.clipped = measured.clipped_sum(records, coefficients, shape, self.grid)
             else:
-                method = GRADIENT_METHODS[parameter.choice.gradient]
                 whole = [plain_record(each) for each in records]
-                parameter.clipped = method.clipped_sum(whole, coefficients, shape)
+                parameter.clipped = from_records(whole, coefficients, shape)
         else:
             self._add(parameter, coefficients)
             parameter.clipped, parameter.total = parameter.total, None

@@ -28,6 +28,7 @@ per-sample gradient is formed.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -194,31 +195,20 @@ def _without_padding(lookup: Lookup, tokens: slice) -> Tensor:
 
 @dataclass(frozen=True)
 class NormMethod:
-    """One way to compute per-sample squared norms; call it with the records of one parameter.
+    """One way to compute per-sample squared norms of one parameter; see `measure`.
 
     Attributes:
-        name: As in `NORM_METHODS`.
-        squared_norms: Records to squared norms [batch], float64.
+        squared_norms: Records to ‖Σ_uses gradient_b‖² [batch], float64; None if it `is_kept`.
         refusal: Says why it cannot take some records, or None if it can.
-        is_kept: Whether it forms per-sample gradients, from which the clipped sum must be taken.
     """
 
-    name: str
-    squared_norms: Callable[[Sequence[Record]], Tensor]
+    squared_norms: Callable[[Sequence[Record]], Tensor] | None = None
     refusal: Callable[[Sequence[Record]], str | None] = lambda records: None
-    is_kept: bool = False
 
-    def __call__(self, records: Sequence[Record]) -> Tensor:
-        """Return ‖Σ_uses gradient_b‖² [batch], float64.
-
-        Raises:
-            UnsupportedOperation: if the method does not take these records.
-        """
-        check_records(records)
-        why = self.refusal(records)
-        if why is not None:
-            raise UnsupportedOperation(f"norm method {self.name!r} cannot be used here: {why}")
-        return self.squared_norms(records)
+    @cached_property
+    def is_kept(self) -> bool:
+        """Whether it forms per-sample gradients, from which the clipped sum must be taken."""
+        return self.squared_norms is None
 
 
 def measure(
@@ -233,13 +223,22 @@ def measure(
         records: The uses of one parameter.
         method: A name in `NORM_METHODS`.
         out: Where `materialize` may put per-sample gradients: `needed_to_keep` says how much.
+
+    Raises:
+        UnsupportedOperation: if the method does not take these records.
     """
     check.one_of(NORM_METHODS, method=method)
-    if NORM_METHODS[method].is_kept:
+    check_records(records)
+    found = NORM_METHODS[method]
+    why = found.refusal(records)
+    if why is not None:
+        raise UnsupportedOperation(f"norm method {method!r} cannot be used here: {why}")
+    if found.squared_norms is None:
         value, squared = materialize(records, out)
         records = [Dense(value)]
-        return bounded(records, squared), records
-    return bounded(records, NORM_METHODS[method](records)), records
+    else:
+        squared = found.squared_norms(records)
+    return bounded(records, squared), records
 
 
 def tile_squared_norms(records: Sequence[Record]) -> Tensor:
@@ -377,13 +376,10 @@ def _needs_one_token(records: Sequence[Record]) -> str | None:
 
 
 NORM_METHODS: dict[str, NormMethod] = {
-    method.name: method
-    for method in (
-        NormMethod("gram", gram_squared_norms, _needs_one_matrix),
-        NormMethod("tile", tile_squared_norms, _needs_one_matrix),
-        NormMethod("materialize", lambda records: materialize(records)[1], is_kept=True),
-        NormMethod("rank_one", rank_one_squared_norms, _needs_one_token),
-    )
+    "gram": NormMethod(gram_squared_norms, _needs_one_matrix),
+    "tile": NormMethod(tile_squared_norms, _needs_one_matrix),
+    "materialize": NormMethod(),
+    "rank_one": NormMethod(rank_one_squared_norms, _needs_one_token),
 }
 
 
@@ -494,30 +490,23 @@ class GradientMethod:
     """Where the clipped sum comes from.
 
     Attributes:
-        name: As in `GRADIENT_METHODS`.
         needs_kept: Whether it takes the per-sample gradients that the norm method has formed.
         num_backwards: Backward passes of the whole model: a second one makes the records anew
             instead of keeping them.
         num_forwards: Forward passes of the whole model: a second one makes anew what went into the
             products, instead of keeping it.
-        clipped_sum: (records, coefficients [batch], shape) to Σ_b c_b · gradient_b [*shape].
     """
 
-    name: str
     needs_kept: bool = False
     num_backwards: int = 1
     num_forwards: int = 1
-    clipped_sum: Callable[[Sequence[Record], Tensor, tuple[int, ...]], Tensor] = from_records
 
 
 # The records of a second pass, forward or backward, are used as they come and dropped, layer after
 # layer.
 GRADIENT_METHODS: dict[str, GradientMethod] = {
-    method.name: method
-    for method in (
-        GradientMethod("kept", needs_kept=True),
-        GradientMethod("records"),
-        GradientMethod("recomputed", num_forwards=2),
-        GradientMethod("second_backward", num_backwards=2),
-    )
+    "kept": GradientMethod(needs_kept=True),
+    "records": GradientMethod(),
+    "recomputed": GradientMethod(num_forwards=2),
+    "second_backward": GradientMethod(num_backwards=2),
 }

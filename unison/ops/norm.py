@@ -89,7 +89,7 @@ def layer_norm(
         return NotImplemented
     shape = list(normalized_shape)
     y = F.layer_norm(input, shape, tap.plain(weight), tap.plain(bias), eps)
-    normalise = lambda x: F.layer_norm(x, shape, None, None, eps)  # noqa: E731
+    normalise = partial(F.layer_norm, normalized_shape=shape, eps=eps)
     if len(shape) > 1:
         gain = partial(of_gain, normalise=normalise)
         return tap(y, saved=(input,), uses=[(weight, gain), (bias, of_offset)])
@@ -112,7 +112,7 @@ def rms_norm(
     y = F.rms_norm(input, shape, tap.plain(weight), eps)
     # Where eps is left out, it is that of the dtype the operation ran in.
     used = torch.finfo(input.dtype).eps if eps is None else eps
-    normalise = lambda x: F.rms_norm(x, shape, None, used)  # noqa: E731
+    normalise = partial(F.rms_norm, normalized_shape=shape, eps=used)
     if len(shape) > 1:
         return tap(y, saved=(input,), uses=[(weight, partial(of_gain, normalise=normalise))])
     gain, _ = _affine(used, normalise, is_centred=False, has_offset=False)
@@ -141,7 +141,7 @@ def group_norm(
     if tap.tracks(input):
         return NotImplemented
     y = F.group_norm(input, num_groups, tap.plain(weight), tap.plain(bias), eps)
-    normalise = lambda x: F.group_norm(x, num_groups, None, None, eps)  # noqa: E731
+    normalise = partial(F.group_norm, num_groups=num_groups, eps=eps)
     return _tap_channels(tap, y, input, weight, bias, normalise)
 
 
@@ -166,7 +166,7 @@ def instance_norm(
             "track_running_stats=False"
         )
     y = F.instance_norm(input, None, None, tap.plain(weight), tap.plain(bias), True, momentum, eps)
-    return _tap_channels(tap, y, input, weight, bias, lambda x: F.instance_norm(x, eps=eps))
+    return _tap_channels(tap, y, input, weight, bias, partial(F.instance_norm, eps=eps))
 
 
 @rule(F.batch_norm)

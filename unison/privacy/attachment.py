@@ -40,6 +40,7 @@ from unison.privacy.inputs import (
     PublicTerms,
     buffer_versions,
     holds_samples,
+    inputs_of,
     refuse_scaled_loss,
     refuse_written,
     scaled_losses_noticed,
@@ -242,6 +243,7 @@ class Attachment:
     ) -> None:
         self.module, self.settings = module, settings
         self.params = ParamRegistry(module)
+        self._inputs_of = partial(inputs_of, dim=settings.batch_dim, rows=settings.rows_per_sample)
         self._owner, self._dealing = owner, dealing
         self.plan: Plan | None = None
         self._training: PrivateTraining | GraphedPass | None = training
@@ -252,7 +254,8 @@ class Attachment:
         self._compiled: CompiledPasses | None = None
         self._is_told = False  # that passes run uncompiled
         self._is_repeating = False  # runs the module again, for what was not kept
-        self._label_check: Callable[[], None] | None = None  # of the pass under way
+        # Of a pass whose own loss was sent back: refuses labels that couple samples.
+        self._label_check: Callable[[], None] | None = None
         # A forward pass: what it draws, and its samples where values move rows.
         self._following = ExitStack()
         with ExitStack() as stack:
@@ -309,16 +312,16 @@ class Attachment:
         ]
 
     @contextmanager
-    def redirected(self, rows: Any, graphed: "GraphedPass") -> Iterator[None]:
+    def redirected(self, graphed: "GraphedPass") -> Iterator[None]:
         """Let another decide in this block: for passes that are not of the loader's batches.
 
         Args:
-            rows: What stands in for the dealing: `granule`, `parts`, `most_rows`, `begin_backward`.
-            graphed: What stands in for the training: `current`, `coefficients`, `add_sums`.
+            graphed: Stands in for the dealing (`granule`, `parts`, `most_rows`, `begin_backward`)
+                and for the training (`current`, `coefficients`, `add_sums`).
         """
         self.drop_pass()
         kept = self._dealing, self._training
-        self._dealing, self._training, self._follows_loss = rows, graphed, False
+        self._dealing, self._training, self._follows_loss = cast(Any, graphed), graphed, False
         try:
             yield
         finally:
@@ -358,10 +361,6 @@ class Attachment:
             inputs,
             is_compiled=self._is_compiled,
         )
-
-    def _inputs_of(self, args: tuple, kwargs: dict[str, Any], num_samples: int) -> Inputs:
-        settings = self.settings
-        return Inputs.of(args, kwargs, num_samples, settings.batch_dim, settings.rows_per_sample)
 
     @property
     def is_aside(self) -> bool:
@@ -553,19 +552,25 @@ class Attachment:
                     capture.is_outside = True
                 refuse_written(self.params.modules, running.buffers, self.learning.may_write)
                 # Weakly: the loss may outlive the engine, and must not keep the module.
-                gated = gate(output, partial(_on_backward, ref(self), (args, kwargs)))
+                gated = gate(output, partial(self._on_backward, ref(self), (args, kwargs)))
         self._recorder.leave_module(gated, is_trained=gated is not output)
         return gated
 
     # --- backward --------------------------------------------------------------------------------
 
+    @staticmethod
     def _on_backward(
-        self,
+        attachment: "ref[Attachment]",
         given: Any,
         outputs: tuple[Tensor, ...],
         gradients: tuple[Tensor | None, ...],
     ) -> None:
         """Gradients have come to the gate: the module's own backward pass is next."""
+        self = attachment()
+        if self is None:
+            raise BadInput(
+                "the engine was detached after this forward pass: nothing takes its records"
+            )
         refuse_scaled_loss()
         self._refuse_batch_outputs(given, outputs, gradients)
         running = self._pass
@@ -635,14 +640,9 @@ class Attachment:
             assert part.coefficients is not None
             part.clipping.begin_second_pass(part.coefficients)
         if self._follows_loss:
-            self._check_labels()
+            if self._label_check is not None:
+                self._label_check()
             cast("PrivateTraining", self._training).begin_sums(running)
-
-    def _check_labels(self) -> None:
-        """Refuse labels that couple samples, if a loss of the module's own was sent back."""
-        labels, self._label_check = self._label_check, None
-        if labels is not None:
-            labels()
 
     def _repeat_forward(
         self, running: RunningPass, args: tuple, kwargs: dict[str, Any], state: RngAutocastState
@@ -684,7 +684,8 @@ class Attachment:
         try:
             # Hooks may write in the backward pass.
             refuse_written(self.params.modules, running.buffers, self.learning.may_write)
-            self._check_labels()
+            if self._label_check is not None:
+                self._label_check()
             for part in running.parts.values():
                 if part.coefficients is None:
                     self._decide(running, part)
@@ -696,18 +697,6 @@ class Attachment:
             # Sharded units end their own backward pass after this, and must still know that there
             # are no gradients for them to sum.
             _queue(running.close)
-
-
-def _on_backward(
-    attachment: "ref[Attachment]",
-    given: Any,
-    outputs: tuple[Tensor, ...],
-    gradients: tuple[Tensor | None, ...],
-) -> None:
-    attached = attachment()
-    if attached is None:
-        raise BadInput("the engine was detached after this forward pass: nothing takes its records")
-    attached._on_backward(given, outputs, gradients)
 
 
 _TWICE = (

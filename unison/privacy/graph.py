@@ -42,7 +42,7 @@ from unison.privacy.noise import (
     release_by,
     shares_of,
 )
-from unison.privacy.sampling import FixedRows, Part, PhysicalBatch
+from unison.privacy.sampling import PLAIN, Part, PhysicalBatch, take_mean_was_used
 
 if TYPE_CHECKING:
     from unison.privacy.training import LogicalBatch, PrivateTraining
@@ -75,7 +75,11 @@ class GraphedPass:
         shares: What the clipped sums of each used parameter are made of, see `Clipping.shares`.
             Like the other tensors here, they hold the last replay's values.
         current: The batch of the pass that is run; of nobody's records.
+        parts: Its rows, which are not cut.
+        most_rows: How many.
     """
+
+    granule = None
 
     def __init__(
         self,
@@ -89,7 +93,10 @@ class GraphedPass:
         followed: Callable[[Sequence[Tensor]], AbstractContextManager[None]],
     ) -> None:
         _check_example(example)
-        self.num_rows, self.clip_norm = num_rows, clip_norm
+        self.num_rows = self.most_rows = num_rows
+        self.clip_norm = clip_norm
+        is_real = torch.ones(num_rows, dtype=torch.bool)
+        self.parts = [Part(PLAIN, is_real, num_rows, torch.arange(num_rows))]
         self._loss_of, self._rule, self._attachment = loss_of, rule, attachment
         self._followed = followed
         device = example[0].device
@@ -182,8 +189,7 @@ class GraphedPass:
     def _record(self, device: torch.device) -> None:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        redirected = self._attachment.redirected(FixedRows(self.num_rows), self)
-        with torch.cuda.stream(stream), redirected:
+        with torch.cuda.stream(stream), self._attachment.redirected(self):
             for number in range(NUM_WARM_UPS):
                 # A recorded pass runs no Python: what its loss does is looked at once.
                 with self._followed(self._inputs) if number == 0 else nullcontext():
@@ -216,6 +222,11 @@ class GraphedPass:
 
     def _is_real(self) -> Tensor:
         return self._rows < self._num_real
+
+    def begin_backward(self) -> None:
+        """Refuse a loss over more rows than those of the pass."""
+        if take_mean_was_used():
+            raise BadInput("unison.batch_mean in a recorded pass: return one loss per row instead")
 
     def coefficients(
         self, batch: PhysicalBatch, part: Part, norms: Mapping[str, SampleNorms]

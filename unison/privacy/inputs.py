@@ -31,7 +31,7 @@ from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.arguments import refuse_gradient
 from unison.privacy.loss_check import LossCheck
 from unison.privacy.sampling import unpacked
-from unison.torch_internals import is_dtensor
+from unison.torch_internals import graph_leaves, is_dtensor
 
 # --- arguments and outputs ------------------------------------------------------------------------
 
@@ -47,66 +47,16 @@ class Inputs:
         dim: Their dimension of the samples.
         rows: How many rows of it belong to one sample.
         device: Where the samples lie.
+        kind: The structure, shapes and dtypes, without the number of samples.
     """
 
     leaves: Sequence[Any]
     spec: TreeSpec
-    places: tuple[int, ...]
+    places: Sequence[int]
     dim: int
     rows: int
     device: torch.device
-
-    @classmethod
-    def of(
-        cls, args: tuple, kwargs: dict[str, Any], num_samples: int, dim: int, rows: int = 1
-    ) -> "Inputs":
-        """Find the tensors that hold one entry per row of the batch.
-
-        Raises:
-            BadInput: If there is none: the module was given something else than the batch.
-            UnsupportedOperation: Naming an argument that takes gradients. What the batch's gradient
-                reaches before the module is neither clipped nor noised: the `.grad` of a leaf would
-                be that of single records, and a layer before the module would train on it.
-        """
-        leaves, spec = tree_flatten((args, kwargs))
-        leaves = [unpacked(leaf)[0] for leaf in leaves]
-        if not any(holds_samples(leaf, num_samples * rows, dim) for leaf in leaves):
-            rows = 1  # the module takes all rows of a record at once
-        num_rows = num_samples * rows
-        places = tuple(
-            place for place, leaf in enumerate(leaves) if holds_samples(leaf, num_rows, dim)
-        )
-        if not places:
-            shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-            raise BadInput(
-                f"the loader handed out {num_samples} samples, and the module was given tensors of "
-                f"shapes {shapes}, none of which has {num_rows} rows in dimension {dim}. Give it "
-                "the whole batch (max_physical_batch_size= cuts large ones), and make_private("
-                "batch_first=False) if samples lie in dimension 1"
-            )
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                numbered = tree_unflatten(range(len(leaves)), spec)
-                paths = [(f"argument {i}", each) for i, each in enumerate(numbered[0])]
-                paths += [(f"argument {name!r}", each) for name, each in numbered[1].items()]
-                where = next(name for name, each in paths if place in tree_leaves(each))
-                raise UnsupportedOperation(
-                    f"{where} of the module, of shape {list(leaf.shape)}, takes gradients, which "
-                    "would leave the step neither clipped nor noised. If it is a batch, give the "
-                    "module x.detach(); if something trainable made it, put that into the module "
-                    "that make_private gets"
-                )
-        return cls(leaves, spec, places, dim, rows, leaves[places[0]].device)
-
-    @property
-    def kind(self) -> tuple:
-        """The structure, shapes and dtypes, without the number of samples."""
-        kinds: list[Any] = [str(self.spec)]
-        for place in self.places:
-            leaf = self.leaves[place]
-            shape = leaf.shape
-            kinds.append((place, shape[: self.dim] + shape[self.dim + 1 :], leaf.dtype))
-        return tuple(kinds)
+    kind: tuple
 
     @property
     def samples(self) -> tuple[Tensor, ...]:
@@ -133,6 +83,50 @@ class Inputs:
             leaves[place] = tensor
         args, kwargs = tree_unflatten(leaves, self.spec)
         return module(*args, **kwargs)
+
+
+def inputs_of(
+    args: tuple, kwargs: dict[str, Any], num_samples: int, *, dim: int, rows: int
+) -> Inputs:
+    """Find the tensors that hold one entry per row of the batch.
+
+    Raises:
+        BadInput: If there is none: the module was given something else than the batch.
+        UnsupportedOperation: Naming an argument that takes gradients. What the batch's gradient
+            reaches before the module is neither clipped nor noised: the `.grad` of a leaf would be
+            that of single records, and a layer before the module would train on it.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    leaves = [unpacked(leaf)[0] for leaf in leaves]
+    if not any(holds_samples(leaf, num_samples * rows, dim) for leaf in leaves):
+        rows = 1  # the module takes all rows of a record at once
+    num_rows = num_samples * rows
+    places = [place for place, leaf in enumerate(leaves) if holds_samples(leaf, num_rows, dim)]
+    if not places:
+        shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+        raise BadInput(
+            f"the loader handed out {num_samples} samples, and the module was given tensors of "
+            f"shapes {shapes}, none of which has {num_rows} rows in dimension {dim}. Give it the "
+            "whole batch (max_physical_batch_size= cuts large ones), and make_private("
+            "batch_first=False) if samples lie in dimension 1"
+        )
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            numbered = tree_unflatten(range(len(leaves)), spec)
+            paths = [(f"argument {i}", each) for i, each in enumerate(numbered[0])]
+            paths += [(f"argument {name!r}", each) for name, each in numbered[1].items()]
+            where = next(name for name, each in paths if place in tree_leaves(each))
+            raise UnsupportedOperation(
+                f"{where} of the module, of shape {list(leaf.shape)}, takes gradients, which would "
+                "leave the step neither clipped nor noised. If it is a batch, give the module "
+                "x.detach(); if something trainable made it, put that into the module that "
+                "make_private gets"
+            )
+    kind: list[Any] = [str(spec)]
+    for place in places:
+        shape = leaves[place].shape
+        kind.append((place, shape[:dim] + shape[dim + 1 :], leaves[place].dtype))
+    return Inputs(leaves, spec, places, dim, rows, leaves[places[0]].device, tuple(kind))
 
 
 def _each_once(make: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -358,20 +352,9 @@ def refuse_derivatives(func: Callable[..., Any], args: tuple, kwargs: dict[str, 
 
 
 def leaves_of(losses: Tensor) -> list[Tensor]:
-    """Return the tensors that a backward pass of losses would leave gradients at."""
-    found: list[Tensor] = []
-    waiting, seen = [losses.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)  # of an accumulator
-        is_own = type(variable) is Tracked or hasattr(variable, ANCHOR)
-        if variable is not None and not is_own:
-            found.append(variable)
-        waiting += [each for each, _ in node.next_functions]
-    return found
+    """Return the tensors that a backward pass of losses would leave gradients at, but for ours."""
+    found = graph_leaves([losses])
+    return [each for each in found if type(each) is not Tracked and not hasattr(each, ANCHOR)]
 
 
 def refuse_leaves(leaves: "Sequence[ref[Tensor]]") -> None:

@@ -255,7 +255,13 @@ class PrivateLoader:
     def _hand_out(self) -> Generator[Any, None, None]:
         # Workers are given passes before the user gets them. Both read one list of passes, so the
         # n-th batch that comes back is of the n-th pass that holds records.
-        passes, ahead = itertools.tee(self._passes())
+        first = self._next_step
+        steps = range(first, (first // len(self) + 1) * len(self))  # to the end of its epoch
+        passes, ahead = itertools.tee(
+            each
+            for step in steps
+            for each in physical_batches(self._draws.records(step), step=step, **self._share)
+        )
         wanted = (each.record_ids.tolist() for each in ahead if each.num_samples)
         # Before the first batch, record 0 once and twice: what grows from the first to the second
         # holds records. And two others, which may be longer.
@@ -320,13 +326,6 @@ class PrivateLoader:
                 continue
             layout.mapped(batch, self.rows.fit)
         return layout
-
-    def _passes(self) -> Iterator[PhysicalBatch]:
-        """The passes from the next step to the end of its epoch."""
-        first = self._next_step
-        end = (first // len(self) + 1) * len(self)
-        for step in range(first, end):
-            yield from physical_batches(self._draws.records(step), step=step, **self._share)
 
     def _seeds_of_workers(self) -> torch.Generator:
         """Where the data loader takes its workers' seeds from, instead of the global generator."""

@@ -142,15 +142,15 @@ class LossCheck:
         self.num_checks = 0
         self.has_terms = False
 
-    def begin(self, num_rows: int, *, is_sum: bool = False) -> None:
-        """Begin a pass of so many rows.
+    def begin(self, num_samples: int, *, is_sum: bool = False) -> None:
+        """Begin a pass over so many samples.
 
         Args:
-            num_rows: How many.
+            num_samples: How many, padding included.
             is_sum: Whether rows' losses are added up by us, whatever the user says of his.
         """
         self._is_mean = self._says_mean and not is_sum
-        self._rows = replace(self._rows, num_units=num_rows // self._rows.per_unit)
+        self._rows = replace(self._rows, num_units=num_samples)
         self._pending.clear()
         self.has_terms = False
 

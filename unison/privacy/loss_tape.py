@@ -41,7 +41,13 @@ from torch.utils._pytree import tree_leaves
 
 from unison.errors import BadInput
 from unison.privacy.sampling import packed, unpacked
-from unison.torch_internals import autocast_dtypes, push_lowest, take_away, taken_away
+from unison.torch_internals import (
+    autocast_dtypes,
+    graph_leaves,
+    push_lowest,
+    take_away,
+    taken_away,
+)
 
 # --- values that leave torch for Python -----------------------------------------------------------
 
@@ -287,8 +293,10 @@ class LossRecorder(TorchFunctionMode):
         self.inputs: set[int] = set()
         self.unknown_inputs: list[Tensor] = []
         self.memory: dict[int, int] = {}
-        self.is_open, self.is_judged, self.has_hooks = True, False, False
-        self._num_suspended, self._is_left, self._is_over = 0, False, False
+        self.is_open = True
+        self.is_judged = self.has_hooks = False
+        self._num_suspended = 0
+        self._is_left = self._is_over = False
         leaves = tree_leaves(batch)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
@@ -590,14 +598,8 @@ class LossRecorder(TorchFunctionMode):
         known = [self.slot_of(each) for each in losses]
         if not any(each is not None for each in known) and not self.meets_hidden(losses):
             return
-        waiting, seen = [each.grad_fn for each in losses], set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            self._hide(getattr(getattr(node, "variable", None), "grad", None))  # of an accumulator
-            waiting += [each for each, _ in node.next_functions]
+        for leaf in graph_leaves(losses):
+            self._hide(leaf.grad)
 
     def _call_hidden(
         self, func: Callable[..., Any], handling: Handling, args: tuple, kwargs: dict

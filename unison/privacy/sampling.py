@@ -37,13 +37,13 @@ from unison.shard.deal import (
     padded_rows,
     plan_batch,
     publish_plan,
-    take_mean_was_used,
 )
 from unison.shard.deal import batch_mean as batch_mean
 from unison.shard.deal import local_batch_mean as local_batch_mean
+from unison.shard.deal import take_mean_was_used as take_mean_was_used
 from unison.shard.digest import fingerprint as fingerprint
 from unison.shard.each_granule import granular_pass as granular_pass
-from unison.shard.flat_group import PLAIN
+from unison.shard.flat_group import PLAIN as PLAIN
 from unison.shard.granules import PerGranule
 from unison.shard.ranks import Ranks
 from unison.shard.sharded_tensor import show_shards as show_shards
@@ -586,11 +586,6 @@ class BatchDealer:
         padded = padded_rows(samples.reshape(num_samples, rows, *samples.shape[1:]), plan, row)
         return padded.flatten(0, 1).movedim(0, self._dim)
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of this pass's tensors, padding included, all granules together."""
-        return sum(part.num_rows for part in self.parts) * self._rows_per_sample
-
     def loss_factor(self, part: Part, loss_reduction: str) -> float:
         """What undoes the mean in the user's loss, so that gradients are those of single samples.
 
@@ -634,23 +629,6 @@ def _fitted(padding: Tensor, samples: Tensor) -> Tensor:
             f"{list(samples.shape[1:])}; make it as long as the longest record"
         )
     return padding[(slice(None), *(slice(size) for _, size in sizes))]
-
-
-class FixedRows:
-    """The rows of passes that are all of one size, in the place of `BatchDealer`."""
-
-    granule = None
-
-    def __init__(self, num_rows: int) -> None:
-        self.parts: Sequence[Part] = [
-            Part(PLAIN, torch.ones(num_rows, dtype=torch.bool), num_rows, torch.arange(num_rows))
-        ]
-        self.most_rows = num_rows
-
-    def begin_backward(self) -> None:
-        """Refuse a loss over more rows than those of the pass."""
-        if take_mean_was_used():
-            raise BadInput("unison.batch_mean in a recorded pass: return one loss per row instead")
 
 
 def unpacked(leaf: Any) -> list[Any]:

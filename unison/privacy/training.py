@@ -254,7 +254,7 @@ class PrivateTraining:
     def present(self, batch: Any, physical: PhysicalBatch) -> Any:
         """Hand a physical batch out; what the user's code does with it is followed from here on."""
         presented = self._dealing.present(batch, physical)
-        self._loss_check.begin(self._dealing.num_rows)
+        self._loss_check.begin(sum(part.num_rows for part in self._dealing.parts))
         self.recorder.begin(presented)
         return presented
 
@@ -431,6 +431,12 @@ class PrivateTraining:
 
     def record(self, loss_of: LossOf, example: Sequence[Tensor]) -> GraphedPass:
         """Record a pass; see `PrivacyEngine.capture_graph`."""
+        if self._attachment.settings.rows_per_sample > 1:
+            raise UnsupportedOperation(
+                "capture_graph clips each row by itself, and records have "
+                f"rows_per_sample={self._attachment.settings.rows_per_sample} rows: train without "
+                "a graph"
+            )
         if not (self.owner.is_alone and takes(*self._parameters.values())):
             raise UnsupportedOperation(
                 "capture_graph needs all parameters on one CUDA device and no granules; sharded "

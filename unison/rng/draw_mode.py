@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from unison.errors import UnsupportedOperation
 from unison.rng.draws import (
@@ -36,7 +35,7 @@ from unison.rng.draws import (
     generator_states,
 )
 from unison.rng.streams import Key
-from unison.torch_internals import pushed_lowest, taken_away
+from unison.torch_internals import FunctionMode, pushed_lowest, taken_away
 
 
 @dataclass(frozen=True)
@@ -208,24 +207,10 @@ def other_generator_states() -> tuple[Any, ...]:
 # --- the mode -------------------------------------------------------------------------------------
 
 
-class _Mode(TorchFunctionMode):
-    """Sees every torch function of a pass and takes over those that draw."""
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func not in DRAWING or _place is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return draw(func, args, kwargs or {})
-
-
-_MODE = _Mode()
-
-
 def draw(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a function that may draw, with the numbers of the running pass."""
+    """Call a function of a pass; one that draws, with the numbers of the pass."""
     place = _place
-    if place is None or not draws_now(func, args, kwargs):
+    if place is None or func not in DRAWING or not draws_now(func, args, kwargs):
         return func(*args, **kwargs)
     for each in (*args, *kwargs.values()):
         if type(each) is Tensor or not isinstance(each, Tensor):
@@ -243,6 +228,9 @@ def draw(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if (rows.count, rows.shared_count) != before:
         _note_checkpoint(place, before)
     return result
+
+
+_MODE = FunctionMode(draw)
 
 
 def _draw_in_granule(
