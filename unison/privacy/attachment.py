@@ -61,6 +61,7 @@ from unison.torch_internals import (
     has_values,
     is_compiled,
     is_recording,
+    tracer,
 )
 
 if TYPE_CHECKING:
@@ -355,8 +356,14 @@ class Attachment:
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.is_aside:
             return
+        is_trained = module.training and torch.is_grad_enabled()
+        if is_trained and (name := tracer()) is not None:
+            raise UnsupportedOperation(
+                f"{name} would write down what the engine does beside what the module does: call "
+                "module.eval() or use torch.no_grad() around it, or give it copy.deepcopy(module)"
+            )
         self._recorder.enter_module(args, kwargs)
-        if not (module.training and torch.is_grad_enabled()):
+        if not is_trained:
             return
         if self._training is None:
             raise BadInput("the engine was detached: call make_private again")
@@ -537,7 +544,9 @@ class Attachment:
                 refuse_written(self.params.modules, running.buffers, self.learning.may_write)
                 # Weakly: the loss may outlive the engine, and must not keep the module.
                 gated = gate(output, partial(_on_backward, ref(self), (args, kwargs)))
-        self._recorder.leave_module(gated, is_trained=gated is not output)
+        # What is exported has no values, and is nothing that the user's loss is made of.
+        is_seen = tracer() in (None, "torch.jit.trace")
+        self._recorder.leave_module(gated if is_seen else None, is_trained=gated is not output)
         return gated
 
     # --- backward --------------------------------------------------------------------------------

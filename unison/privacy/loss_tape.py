@@ -227,6 +227,8 @@ class LossRecorder(TorchFunctionMode):
             of 1, before gradients flow; it raises if the loss couples rows.
         before_write: Called before values of records are written to a tensor that held none; it
             raises if that is saved with a model.
+        before_grad: Called with the tensors whose gradients torch.autograd.grad is asked for; it
+            raises if they are trained privately.
 
     Attributes:
         number: Of the pass, counting from 1.
@@ -253,9 +255,15 @@ class LossRecorder(TorchFunctionMode):
         has_hooks: Whether users have put hooks of their own, which may change gradients.
     """
 
-    def __init__(self, judge: Callable[..., None], before_write: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self,
+        judge: Callable[..., None],
+        before_write: Callable[[Tensor], None],
+        before_grad: Callable[[list[Any]], None],
+    ) -> None:
         super().__init__()
         self._judge, self._before_outside_write = judge, before_write
+        self._before_grad = before_grad
         self.number, self.has_read = 0, False
         self.is_judged = self.is_open = False
         self._is_on = self._is_left = self._is_over = False
@@ -482,6 +490,8 @@ class LossRecorder(TorchFunctionMode):
             return self._call_hidden(func, handling, args, kwargs)
         if not is_followed:
             return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            self._before_grad(leaves_in(args[1] if len(args) > 1 else kwargs["inputs"]))
         if handling is Handling.WRITE or kwargs.get("out") is not None:
             self._before_write(kwargs.get("out", args[0] if args else None))
         stored: tuple[tuple, dict[str, Any]] = mapped(self._stored, (args, kwargs))
