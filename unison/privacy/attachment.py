@@ -237,6 +237,7 @@ class Attachment:
         self._is_told = False  # that passes run uncompiled
         self._is_repeating = False  # runs the module again, for what was not kept
         self._label_check: Callable[[], None] | None = None  # of the pass under way
+        self._hooked: set[nn.Module] = set()  # where users' backward hooks are followed
         # A forward pass: what it draws, and its samples where values move rows.
         self._following = ExitStack()
         with ExitStack() as stack:
@@ -315,6 +316,7 @@ class Attachment:
         self.drop_pass()
         self._handles.close()
         self.params.clear()
+        self._hooked.clear()
         self._training = None
 
     def drop_pass(self) -> None:
@@ -388,9 +390,25 @@ class Attachment:
             self._join(joined, args, kwargs)
             for capture in joined.captures:
                 capture.is_outside = False
+        self._follow_hooks()
         self._pass = joined or self._begin_pass(batch, args, kwargs)
         if self._pass.captures[0].axes.is_traced:
             self._follow(self._following, self._pass, args, kwargs)
+
+    def _follow_hooks(self) -> None:
+        """Let the recorder know the gradients that users' hooks of modules see, and may keep."""
+        for _, each in self.params.modules:
+            if each not in self._hooked and (each._backward_hooks or each._backward_pre_hooks):
+                self._hooked.add(each)
+                hook = ModuleHook(_hide, self._recorder)
+                if each._backward_pre_hooks:
+                    handle = each.register_full_backward_pre_hook(hook, prepend=True)
+                    self._handles.callback(handle.remove)
+                if each._is_full_backward_hook is False:  # torch takes one kind at a module
+                    self._handles.callback(each.register_backward_hook(hook).remove)
+                elif each._backward_hooks:
+                    handle = each.register_full_backward_hook(hook, prepend=True)
+                    self._handles.callback(handle.remove)
 
     def _refuse_foreign(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Refuse rows that are known to be others than those of the batch in the user's hands.
@@ -560,6 +578,8 @@ class Attachment:
         """Gradients have come to the gate: the module's own backward pass is next."""
         refuse_scaled_loss()
         self._refuse_batch_outputs(given, outputs, gradients)
+        if self.module in self._hooked:  # torch has looked for its hooks before ours was there
+            self._recorder.hide(gradients)
         running = self._pass
         if running is None or running.phase is Phase.DONE:
             raise BadInput(_TWICE)
@@ -688,6 +708,11 @@ class Attachment:
             # Sharded units end their own backward pass after this, and must still know that there
             # are no gradients for them to sum.
             _queue(running.close)
+
+
+def _hide(recorder: LossRecorder, module: nn.Module, *gradients: Any) -> None:
+    """A backward hook: what it sees of a batch is no longer unknown to the recorder."""
+    recorder.hide(gradients)
 
 
 def _on_backward(

@@ -416,7 +416,7 @@ class LossRecorder(TorchFunctionMode):
                     self.items.append(float(args[0].detach()))  # text may be read again
         result = func(*args, **kwargs)
         if name == "grad" and id(args[0]) in self._slots and self.slot_of(args[0]) is not None:
-            self._hide(result)  # of an output that retains it
+            self.hide(result)  # of an output that retains it
         return result
 
     def _backward(self, func: Callable[..., None], loss: Any, *args: Any, **kwargs: Any) -> None:
@@ -499,7 +499,7 @@ class LossRecorder(TorchFunctionMode):
             args, kwargs = mapped(_plain, (args, kwargs))
         result = func(*args, **kwargs)
         if is_hidden:
-            self._hide(args[0] if handling is Handling.WRITE else result)
+            self.hide(args[0] if handling is Handling.WRITE else result)
         if handling is Handling.READ:
             _refuse_scheduler()
             self.has_read = True
@@ -587,7 +587,7 @@ class LossRecorder(TorchFunctionMode):
                     return True
         return False
 
-    def _hide(self, made: Any) -> None:
+    def hide(self, made: Any) -> None:
         """Know values by their memory from here on."""
         for leaf in tree_leaves(made):
             for part in unpacked(innermost(leaf)) if isinstance(leaf, Tensor) else ():
@@ -606,7 +606,7 @@ class LossRecorder(TorchFunctionMode):
             if node is None or node in seen:
                 continue
             seen.add(node)
-            self._hide(getattr(getattr(node, "variable", None), "grad", None))  # of an accumulator
+            self.hide(getattr(getattr(node, "variable", None), "grad", None))  # of an accumulator
             waiting += [each for each, _ in node.next_functions]
 
     def _call_hidden(
@@ -622,7 +622,7 @@ class LossRecorder(TorchFunctionMode):
         self.has_read |= handling is Handling.READ
         if isinstance(result, int | float) and not isinstance(result, bool):
             return _followed(result, self, EARLIER)
-        self._hide(targets if handling is Handling.WRITE else result)
+        self.hide(targets if handling is Handling.WRITE else result)
         return result
 
 
