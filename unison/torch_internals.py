@@ -50,6 +50,16 @@ def has_values() -> bool:
     return _planned_for is None
 
 
+def tracer() -> str | None:
+    """What traces the code that runs, which writes down whatever else runs with it; or None."""
+    if torch.jit.is_tracing():
+        return "torch.jit.trace"
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return "make_fx" if proxies is not None and proxies.get_proxy_mode() is not None else None
+
+
 def machine_of(device: torch.device) -> str:
     """The kind of a device; of one without values, the kind that it stands for."""
     return _planned_for if _planned_for is not None and device.type == "meta" else device.type

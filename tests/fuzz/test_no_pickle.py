@@ -72,6 +72,7 @@ def test_a_loader_would_be_found(source):
 
 
 _unpickled: list[str] | None = None
+NUMBA_CACHE = ("numba", "core", "caching.py")
 
 
 def _hear(event: str, args: tuple) -> None:
@@ -81,6 +82,11 @@ def _hear(event: str, args: tuple) -> None:
             # Ranks send each other objects by torch; that is no file.
             if frame.f_code.co_filename.endswith("distributed_c10d.py"):
                 return
+            # Compiled code, which an earlier run left beside the package's byte code.
+            if Path(frame.f_code.co_filename).parts[-3:] == NUMBA_CACHE:
+                folder = Path(frame.f_locals["self"]._cache_path)
+                if folder.is_relative_to(PACKAGE):
+                    return
             frame = frame.f_back
         _unpickled.append(f"{args[0]}.{args[1]}")
 

@@ -157,3 +157,46 @@ def test_a_trainer_that_would_miscount_steps_is_refused_at_its_first(case, tmp_p
         trainer.train()
     assert engine.ledger.num_intents == 0
     engine.detach()
+
+
+def trained_by_trainer(model, data, folder):
+    from transformers import Trainer
+
+    args = arguments(folder, optim="sgd", lr_scheduler_type="constant", learning_rate=0.1)
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = len(data), 1
+    Trainer(model=model, args=args, train_dataset=data).train()
+
+
+def trained_by_loop(accelerate, model, data, num_steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = torch.utils.data.DataLoader(data, batch_size=len(data) // accelerate.num_processes)
+    optimizer, batches = accelerate.prepare(optimizer, batches)
+    for _ in range(num_steps):
+        for batch in batches:
+            accelerate.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@ranks(1, 2)
+def test_a_sharded_model_trains_without_privacy(world, tmp_path):
+    data = [{"x": x, "labels": y} for x, y in list(loader().dataset)[:8]]
+    expected = Classifier().double()
+    inputs = {name: torch.stack([each[name] for each in data]) for name in data[0]}
+    for _ in range(3):
+        loss = expected(inputs["x"].double(), inputs["labels"])["loss"]
+        gradients = torch.autograd.grad(loss, list(expected.parameters()))
+        with torch.no_grad():
+            for each, gradient in zip(expected.parameters(), gradients, strict=True):
+                each -= 0.1 * gradient
+
+    with accelerator(world.rank, world.size, is_launched=True) as accelerate:
+        model = unison.fully_shard(Classifier())
+        if world.size == 1:  # where DDP has nothing to sum
+            trained_by_trainer(model, data, tmp_path)
+        else:
+            with pytest.raises(unison.NeedsWhole, match=r"leave it out .*PrivateTrainer"):
+                trained_by_trainer(model, data, tmp_path)
+            trained_by_loop(accelerate, model, data, num_steps=3)
+    for name, each in unison.full_state_dict(model).items():
+        torch.testing.assert_close(each.double(), expected.state_dict()[name], rtol=1e-5, atol=1e-6)

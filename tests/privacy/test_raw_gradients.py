@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.testing import assert_close
 
 import unison
-from tests.privacy.common import NUM_CLASSES, NUM_FEATURES, attach, make_model
+from tests.harness import oracle
+from tests.privacy.common import NUM_CLASSES, NUM_FEATURES, attach, losses, make_model
 from unison.errors import BadInput, UnsupportedOperation
 
 Raw = Sequence[Tensor]
@@ -178,6 +180,41 @@ def test_a_gradient_that_an_output_retains_is_followed():
         pytest.raises(UnsupportedOperation, match=r"rows are written to '2.bias'"),
     ):
         module[2].bias.sub_(logits.grad.sum(0))
+
+
+HOOKS = {
+    "full": lambda module, keep: module.register_full_backward_hook(keep),
+    "before": lambda module, keep: module.register_full_backward_pre_hook(keep),
+    "old": lambda module, keep: module.register_backward_hook(keep),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook", "ignore:Full backward hook is")
+@pytest.mark.parametrize("place", ["", "0", "2"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_what_backward_hooks_keep_is_followed(kind, place):
+    module, kept = make_model(), []
+    alone = copy.deepcopy(module)
+    HOOKS[kind](module.get_submodule(place), lambda _, *seen: kept.append(seen[-1][0]))
+    engine, module, optimizer, private = attach(module, noise_multiplier=0.0)
+    for number, (x, y) in enumerate(private):
+        optimizer.zero_grad()
+        alone.load_state_dict(module.state_dict())
+        expected = oracle.clipped_sum(alone, losses, (x, y), 0.5)
+        cross_entropy(module(x), y).backward()
+        for name, each in module.named_parameters():
+            assert_close(each.grad.double() * 12, expected[name], rtol=1e-6, atol=1e-6)
+        raw = kept[-1].sum() / 12
+        with torch.no_grad(), pytest.raises(UnsupportedOperation, match=SAVED):
+            module[0].weight.sub_(raw)
+        with pytest.raises(UnsupportedOperation, match=GRADIENT):
+            module[0].weight.grad.add_(raw)
+        optimizer.step()
+        if number == 1:
+            break
+    engine.detach()
+    hooks = [each for part in module.modules() for each in part._backward_hooks.values()]
+    assert len(hooks) == (kind != "before")
 
 
 def test_a_teacher_that_learned_from_private_batches_teaches_nobody():

@@ -1,7 +1,10 @@
 """What `fully_shard` promises about names, ownership and errors."""
 
+import itertools
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -11,6 +14,8 @@ from tests.shard.common import DECODER, GPT2, per_sample_loss, shard, tokens
 from unison.errors import BadInput, NeedsWhole
 from unison.models import build, count_parameters
 from unison.shard import (
+    CPUOffload,
+    MixedPrecision,
     auto_shard,
     batch_mean,
     clip_grad_norm_,
@@ -27,6 +32,7 @@ from unison.shard import (
     unit_memory,
     units_of,
 )
+from unison.shard.sharded_tensor import local_part
 
 
 def owners(model: nn.Module) -> list[list[str]]:
@@ -163,6 +169,120 @@ def test_parameters_changed_afterwards(change, message):
     change(model)
     with pytest.raises(BadInput, match=message):
         model(torch.zeros(1, 2))
+
+
+def lay_out_otherwise(model: nn.Module) -> None:
+    model.to(memory_format=torch.channels_last)
+
+
+def swap_tensors(model: nn.Module) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    model.to("cpu:0")
+
+
+@pytest.mark.parametrize("change", [lay_out_otherwise, swap_tensors])
+def test_what_cannot_go_back_is_refused(change):
+    model = fully_shard(nn.Sequential(nn.Conv2d(3, 2, 3)))
+    try:
+        change(model)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    with pytest.raises(BadInput, match=r"'0\.weight' was moved"):
+        model(torch.zeros(1, 3, 4, 4))
+
+
+def addresses(model: nn.Module) -> set[int]:
+    parts = [local_part(each) for each in model.parameters()]
+    return {each.data_ptr() for each in parts if each.numel()}
+
+
+def trained(
+    options: dict, move_at: str, *, by_part: bool = False, makes_optimizer_first: bool = True
+) -> list[Tensor]:
+    """Parameters after three steps, where `model.to("cpu:0")` copies them all now and then."""
+
+    def move(when: str) -> None:
+        if when == move_at:
+            before = addresses(model)
+            for part in (
+                (model.get_submodule("0"), model.get_submodule("2")) if by_part else [model]
+            ):
+                part.to("cpu:0")
+            # A part is no unit itself: the unit notices at its next pass.
+            assert before.isdisjoint(addresses(model)) if by_part else before == addresses(model)
+
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    move("start")
+    if not makes_optimizer_first:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for x in torch.randn(3, 4, 3) + rank:
+        move("forward")
+        loss = model(x).square().mean()
+        move("backward")
+        loss.backward()
+        move("step")
+        optimizer.step()
+        optimizer.zero_grad()
+        move("unshard")
+        model.unshard()
+        seen = model.get_submodule("0").weight.detach().clone()
+        model.reshard()
+    found = [each.detach().clone() for _, each in full_parameters(model)]
+    assert torch.equal(seen, found[0].to(seen.dtype))
+    return found
+
+
+COPIES = ["start", "forward", "backward", "step", "unshard"]
+
+
+@pytest.mark.parametrize("move_at", COPIES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"offload_policy": CPUOffload()}, {"mp_policy": MixedPrecision(param=torch.bfloat16)}],
+    ids=["plain", "offload", "bf16"],
+)
+def test_a_copy_on_the_same_device_changes_nothing(options, move_at):
+    """Accelerate moves models to "cpu:0", which makes copies."""
+    expected = trained(options, "never")
+    for by_part, is_first in itertools.product((True, False), repeat=2):
+        found = trained(options, move_at, by_part=by_part, makes_optimizer_first=is_first)
+        assert all(map(torch.equal, found, expected))
+
+
+@ranks(2)
+def test_a_copy_on_the_same_device_changes_nothing_on_ranks(world):
+    for options in ({}, {"mp_policy": MixedPrecision(param=torch.bfloat16)}):
+        expected = trained(options, "never")
+        for move_at, by_part in itertools.product(COPIES, (True, False)):
+            found = trained(options, move_at, by_part=by_part)
+            assert all(map(torch.equal, found, expected)), (move_at, by_part)
+
+
+@ranks(1, 2)
+def test_values_assigned_to_data_are_taken(world):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    expected = (model.weight * -0.5).detach()
+    x = torch.ones(1, 3) * (1 + world.rank)
+    fully_shard(model)
+    model(x)
+    model.weight.data = model.weight.data * -0.5
+    with torch.no_grad():
+        assert_close(model(x) - model(x * 0), x @ expected.T)
+    found = dict(full_parameters(model))["weight"]
+    assert torch.equal(found.detach(), expected)
+
+
+def test_a_backward_pass_over_values_that_were_assigned_since_is_refused():
+    model = fully_shard(nn.Linear(3, 2))
+    loss = model(torch.ones(1, 3, requires_grad=True)).square().sum()
+    model.weight.data = model.weight.data * 2
+    model(torch.ones(1, 3))
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|was changed after"):
+        loss.backward()
 
 
 def test_ordered_needs_a_dealt_batch():

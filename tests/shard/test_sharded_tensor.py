@@ -475,30 +475,34 @@ def test_boxes_cover_a_run_once(shape):
 # ---- habits ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("when", ["before", "after", "cpu", "cpu:0"])
 @ranks(1, 2)
-def test_hooks_and_attributes_of_parameters_are_kept(world, when):
-    """S10."""
+def test_hooks_and_attributes_of_parameters_are_kept(world, when, factor):
+    """S10; also where `Module.to` is called, which swaps parameters of our class."""
     seen: list[str] = []
 
     def decorate(parameter: nn.Parameter) -> None:
         parameter.my_group = "decayed"  # type: ignore[attr-defined]
-        parameter.register_hook(lambda gradient: gradient * 2)
+        if factor != 1:
+            parameter.register_hook(lambda gradient: gradient * factor)
         parameter.register_post_accumulate_grad_hook(lambda p: seen.append(str(tuple(p.shape))))
 
     expected, model = fully_shard(make_mlp()), make_mlp()
     if when == "before":
         decorate(model[0].weight)
     fully_shard(model)
-    if when == "after":
+    if when != "before":
         decorate(model[0].weight)
+    if when.startswith("cpu"):
+        model.to(when)
     assert model[0].weight.my_group == "decayed"
     for each in (model, expected):
         each(inputs(world.rank)).square().mean().backward()
     assert seen == ["(70, 20)"]
     found, plain = (each.get_parameter("0.weight").grad for each in (model, expected))
     assert plain is not None
-    assert_close(getattr(found, "local", found), 2 * getattr(plain, "local", plain))
+    assert_close(getattr(found, "local", found), factor * getattr(plain, "local", plain))
 
 
 @ranks(2)

@@ -62,6 +62,7 @@ from unison.torch_internals import (
     has_values,
     is_compiled,
     is_recording,
+    tracer,
 )
 
 if TYPE_CHECKING:
@@ -256,6 +257,7 @@ class Attachment:
         self._is_repeating = False  # runs the module again, for what was not kept
         # Of a pass whose own loss was sent back: refuses labels that couple samples.
         self._label_check: Callable[[], None] | None = None
+        self._hooked: set[nn.Module] = set()  # where users' backward hooks are followed
         # A forward pass: what it draws, and its samples where values move rows.
         self._following = ExitStack()
         with ExitStack() as stack:
@@ -334,6 +336,7 @@ class Attachment:
         self.drop_pass()
         self._handles.close()
         self.params.clear()
+        self._hooked.clear()
         self._training = None
 
     def drop_pass(self) -> None:
@@ -371,8 +374,14 @@ class Attachment:
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.is_aside:
             return
+        is_trained = module.training and torch.is_grad_enabled()
+        if is_trained and (name := tracer()) is not None:
+            raise UnsupportedOperation(
+                f"{name} would write down what the engine does beside what the module does: call "
+                "module.eval() or use torch.no_grad() around it, or give it copy.deepcopy(module)"
+            )
         self._recorder.enter_module(args, kwargs)
-        if not (module.training and torch.is_grad_enabled()):
+        if not is_trained:
             return
         if self._training is None:
             raise BadInput("the engine was detached: call make_private again")
@@ -397,9 +406,25 @@ class Attachment:
             self._join(joined, args, kwargs)
             for capture in joined.captures:
                 capture.is_outside = False
+        self._follow_hooks()
         self._pass = joined or self._begin_pass(batch, args, kwargs)
         if self._pass.captures[0].axes.is_traced:
             self._follow(self._following, self._pass, args, kwargs)
+
+    def _follow_hooks(self) -> None:
+        """Let the recorder know the gradients that users' hooks of modules see, and may keep."""
+        for _, each in self.params.modules:
+            if each not in self._hooked and (each._backward_hooks or each._backward_pre_hooks):
+                self._hooked.add(each)
+                hook = ModuleHook(_hide, self._recorder)
+                if each._backward_pre_hooks:
+                    handle = each.register_full_backward_pre_hook(hook, prepend=True)
+                    self._handles.callback(handle.remove)
+                if each._is_full_backward_hook is False:  # torch takes one kind at a module
+                    self._handles.callback(each.register_backward_hook(hook).remove)
+                elif each._backward_hooks:
+                    handle = each.register_full_backward_hook(hook, prepend=True)
+                    self._handles.callback(handle.remove)
 
     def _refuse_foreign(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Refuse rows that are known to be others than those of the batch in the user's hands.
@@ -553,7 +578,9 @@ class Attachment:
                 refuse_written(self.params.modules, running.buffers, self.learning.may_write)
                 # Weakly: the loss may outlive the engine, and must not keep the module.
                 gated = gate(output, partial(self._on_backward, ref(self), (args, kwargs)))
-        self._recorder.leave_module(gated, is_trained=gated is not output)
+        # What is exported has no values, and is nothing that the user's loss is made of.
+        is_seen = tracer() in (None, "torch.jit.trace")
+        self._recorder.leave_module(gated if is_seen else None, is_trained=gated is not output)
         return gated
 
     # --- backward --------------------------------------------------------------------------------
@@ -573,6 +600,8 @@ class Attachment:
             )
         refuse_scaled_loss()
         self._refuse_batch_outputs(given, outputs, gradients)
+        if self.module in self._hooked:  # torch has looked for its hooks before ours was there
+            self._recorder.hide(gradients)
         running = self._pass
         if running is None or running.phase is Phase.DONE:
             raise BadInput(_TWICE)
@@ -697,6 +726,11 @@ class Attachment:
             # Sharded units end their own backward pass after this, and must still know that there
             # are no gradients for them to sum.
             _queue(running.close)
+
+
+def _hide(recorder: LossRecorder, module: nn.Module, *gradients: Any) -> None:
+    """A backward hook: what it sees of a batch is no longer unknown to the recorder."""
+    recorder.hide(gradients)
 
 
 _TWICE = (

@@ -7,6 +7,7 @@ themselves; modules do not, so ours turn into a function that does nothing.
 """
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -252,11 +253,25 @@ def _weights(rows: Tensor) -> Tensor:
 # --- copies of the module -------------------------------------------------------------------------
 
 
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """What is left of a hook."""
+
+
 class ModuleHook(partial):
     """A hook on a module that stays behind when the module is copied or pickled."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return nullcontext().__exit__  # takes anything and returns None
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleHook":
+        return ModuleHook(_do_nothing)
+
+    @property
+    def __name__(self) -> str:
+        if sys._getframe(1).f_globals.get("__name__") == "torch.jit._recursive":
+            raise UnsupportedOperation(
+                "torch.jit.script compiles a module's hooks, and those of a private module, or of "
+                "a copy of one, are no code for it: script the module before make_private or after "
+                "engine.detach(), or a new one that has loaded its state_dict()"
+            )
+        raise AttributeError("__name__")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Of the standard library: a saved module can be loaded where there is no unison.

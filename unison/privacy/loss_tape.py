@@ -233,6 +233,8 @@ class LossRecorder(TorchFunctionMode):
             of 1, before gradients flow; it raises if the loss couples rows.
         before_write: Called before values of records are written to a tensor that held none; it
             raises if that is saved with a model.
+        before_grad: Called with the tensors whose gradients torch.autograd.grad is asked for; it
+            raises if they are trained privately.
 
     Attributes:
         number: Of the pass, counting from 1.
@@ -259,9 +261,15 @@ class LossRecorder(TorchFunctionMode):
         has_hooks: Whether users have put hooks of their own, which may change gradients.
     """
 
-    def __init__(self, judge: Callable[..., None], before_write: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self,
+        judge: Callable[..., None],
+        before_write: Callable[[Tensor], None],
+        before_grad: Callable[[list[Any]], None],
+    ) -> None:
         super().__init__()
         self._judge, self._before_outside_write = judge, before_write
+        self._before_grad = before_grad
         self.number, self.has_read = 0, False
         self.is_judged = self.is_open = False
         self._is_on = self._is_left = self._is_over = False
@@ -416,7 +424,7 @@ class LossRecorder(TorchFunctionMode):
                     self.items.append(float(args[0].detach()))  # text may be read again
         result = func(*args, **kwargs)
         if name == "grad" and id(args[0]) in self._slots and self.slot_of(args[0]) is not None:
-            self._hide(result)  # of an output that retains it
+            self.hide(result)  # of an output that retains it
         return result
 
     def _backward(self, func: Callable[..., None], loss: Any, *args: Any, **kwargs: Any) -> None:
@@ -490,6 +498,8 @@ class LossRecorder(TorchFunctionMode):
             return self._call_hidden(func, handling, args, kwargs)
         if not is_followed:
             return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            self._before_grad(leaves_in(args[1] if len(args) > 1 else kwargs["inputs"]))
         if handling is Handling.WRITE or kwargs.get("out") is not None:
             self._before_write(kwargs.get("out", args[0] if args else None))
         stored: tuple[tuple, dict[str, Any]] = mapped(self._stored, (args, kwargs))
@@ -497,7 +507,7 @@ class LossRecorder(TorchFunctionMode):
             args, kwargs = mapped(_plain, (args, kwargs))
         result = func(*args, **kwargs)
         if is_hidden:
-            self._hide(args[0] if handling is Handling.WRITE else result)
+            self.hide(args[0] if handling is Handling.WRITE else result)
         if handling is Handling.READ:
             _refuse_scheduler()
             self.has_read = True
@@ -585,7 +595,7 @@ class LossRecorder(TorchFunctionMode):
                     return True
         return False
 
-    def _hide(self, made: Any) -> None:
+    def hide(self, made: Any) -> None:
         """Know values by their memory from here on."""
         for leaf in tree_leaves(made):
             for part in unpacked(innermost(leaf)) if isinstance(leaf, Tensor) else ():
@@ -599,7 +609,7 @@ class LossRecorder(TorchFunctionMode):
         if not any(each is not None for each in known) and not self.meets_hidden(losses):
             return
         for leaf in graph_leaves(losses):
-            self._hide(leaf.grad)
+            self.hide(leaf.grad)
 
     def _call_hidden(
         self, func: Callable[..., Any], handling: Handling, args: tuple, kwargs: dict
@@ -614,7 +624,7 @@ class LossRecorder(TorchFunctionMode):
         self.has_read |= handling is Handling.READ
         if isinstance(result, int | float) and not isinstance(result, bool):
             return _followed(result, self, EARLIER)
-        self._hide(targets if handling is Handling.WRITE else result)
+        self.hide(targets if handling is Handling.WRITE else result)
         return result
 
 

@@ -198,8 +198,11 @@ class PrivateTraining:
         )
         # Of the recorder, which must not keep this object: what is detached is freed at once.
         before_write = weakref.WeakMethod(self._before_write)
+        before_grad = weakref.WeakMethod(self._before_grad)
         self.recorder = LossRecorder(
-            self._loss_check.judge, lambda target: (own := before_write()) and own(target)
+            self._loss_check.judge,
+            lambda target: (own := before_write()) and own(target),
+            lambda inputs: (own := before_grad()) and own(inputs),
         )
         self._watched = [module]  # must not hold values of records
         self._public_terms = PublicTerms(owner, self._loss_check)
@@ -288,6 +291,18 @@ class PrivateTraining:
                 "and gets no noise. Keep them elsewhere (register_buffer(..., persistent=False) "
                 "is not saved), or say that it may be published: make_private("
                 f"public_buffers=[{name!r}])"
+            )
+
+    def _before_grad(self, inputs: list[Any]) -> None:
+        """Refuse to hand out gradients of private parameters that come from data."""
+        asked = {id(each) for each in inputs}
+        names = [name for name, each in self._parameters.items() if id(each) in asked]
+        if names:
+            raise UnsupportedOperation(
+                f"torch.autograd.grad was asked for the gradient of {names[0]!r}, which would be "
+                "neither clipped nor noised. Call loss.backward(), which leaves the noisy gradient "
+                "at .grad; gradients of a copy of the module (copy.deepcopy) may be looked at, and "
+                "not trained on"
             )
 
     def watch(self, module: nn.Module) -> None:

@@ -121,6 +121,7 @@ def fully_shard(
     for verb in (unshard, reshard, set_requires_gradient_sync, set_reshard_after_forward):
         module.__dict__[verb.__name__] = partial(verb, module)
     module.__dict__["compile"] = partial(compile_module, module)
+    module.__dict__["_apply"] = partial(apply_to_tensors, module)
     watch_optimizers()
     return module
 
@@ -276,6 +277,17 @@ def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """As `nn.Module.compile`: what the module computes is compiled, gathering goes around it."""
     nn.Module.compile(module, *args, **kwargs)
     compile_inside(_unit(module))
+
+
+def apply_to_tensors(module: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
+    """As `nn.Module._apply`, by which `to`, `cpu` and `float` go; parameters stay in their unit.
+
+    What was really moved or cast is refused by the next forward pass.
+    """
+    type(module)._apply(module, fn, recurse)
+    for unit in units_of(module):
+        unit.take_back()
+    return module
 
 
 def unshard(module: nn.Module, async_op: bool = False) -> Work:

@@ -41,7 +41,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.granules import PerGranule
 from unison.shard.layout import FlatLayout, Placement
 from unison.shard.ranks import DONE, Axes, Ranks, Work
-from unison.shard.sharded_tensor import ShardedTensor, shard_of
+from unison.shard.sharded_tensor import ShardedTensor, local_part, shard_of
 from unison.torch_internals import has_values
 
 # ------------------------------------------------------------------------------------------------
@@ -366,6 +366,7 @@ class FlatGroup:
         real = [value.detach() for value in values if not first.is_meta]
         for piece, value in zip(self.pieces, real, strict=False):
             piece.data.copy_(value)
+        self._attributes = [vars(piece) for piece in self.pieces]
         self._start = [_sum_of_bits(value) for value in real if axes.all.size > 1]
         self._start_versions = self.versions
 
@@ -446,6 +447,45 @@ class FlatGroup:
                 made.data.copy_(piece.detach())
             take_over(piece, made)
             torch.utils.swap_tensors(piece, made)
+        self._attributes = [vars(piece) for piece in self.pieces]
+
+    def is_in_shard(self, index: int) -> bool:
+        """Whether a piece has its memory in the shard, and what was put on it."""
+        piece = self.pieces[index]
+        is_there = local_part(piece).data_ptr() == self.parts[index].data_ptr()
+        return is_there and vars(piece) is self._attributes[index]
+
+    @torch.no_grad()
+    def take_back(self, index: int) -> bool:
+        """Give a piece its memory in the shard again, with the values that it has now.
+
+        `model.to("cpu:0")`, which accelerate and transformers' Trainer call, copies although
+        nothing moves. The piece stays the same object, as optimizers hold it: a plain one gets the
+        copy as its `.data` and goes on counting its writes together with `parts`; a sharded one is
+        swapped with its copy, which has none of its hooks and attributes.
+
+        Returns:
+            False if the piece was moved, cast or laid out otherwise: nothing has changed then.
+        """
+        piece, part = self.pieces[index], self.parts[index]
+        own = local_part(piece).detach()
+        base = part if isinstance(piece, ShardedTensor) else part.view(self.slots[index].shape)
+        is_same = (own.dtype, own.device, own.shape) == (base.dtype, base.device, base.shape)
+        # Of a plain piece that was swapped nobody would count the writes; the attribute tells.
+        if not (is_same and own.stride() == base.stride() and is_piece(piece)):
+            return False
+        if has_values() and not own.is_meta and not torch.equal(_bits(own), _bits(base)):
+            base.copy_(own)
+        if isinstance(piece, ShardedTensor):
+            piece.local = part
+            # The dictionaries of hooks are the Python object's still: autograd is shown them again.
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                setattr(piece, name, getattr(piece, name))
+            vars(piece).update(self._attributes[index])
+            self._attributes[index] = vars(piece)
+        else:
+            piece.data = base
+        return True
 
     def copied(self, memo: dict[int, Any]) -> "FlatGroup":
         """The buffers of a copy of the module, whose parameters they become."""
@@ -677,6 +717,10 @@ def take_over(original: nn.Parameter, piece: nn.Parameter) -> None:
 
 
 def _sum_of_bits(value: Tensor) -> Tensor:
+    return _bits(value).sum(dtype=torch.int64)
+
+
+def _bits(value: Tensor) -> Tensor:
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     real = torch.view_as_real(value) if value.is_complex() else value
-    return real.contiguous().view(-1).view(kinds[real.element_size()]).sum(dtype=torch.int64)
+    return real.contiguous().view(-1).view(kinds[real.element_size()])

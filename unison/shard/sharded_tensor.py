@@ -416,6 +416,8 @@ def _new(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     shard, size, *rest = args
     if tuple(size) != tuple(shard.shape):
         return func(shard.local, size, *rest, **kwargs)  # of another shape: a tensor of its own
+    if func is aten.new_empty_strided.default:  # autograd's, for a gradient that others hold too
+        rest = [shard.local.stride()]
     return ShardedTensor(func(shard.local, shard.local.shape, *rest, **kwargs), shard.placement)
 
 
@@ -545,7 +547,9 @@ _handlers: dict[Any, Handler] = {
     **dict.fromkeys(
         (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default), _like
     ),
-    **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default), _new),
+    **dict.fromkeys(
+        (aten.new_zeros.default, aten.new_empty.default, aten.new_empty_strided.default), _new
+    ),
     aten.copy_.default: _copy,
     aten.linalg_vector_norm.default: _vector_norm,
     aten._foreach_norm.Scalar: _norms_of_list,

@@ -27,7 +27,6 @@ from unison.shard.flat_group import (
 from unison.shard.granules import RefusedTensor
 from unison.shard.ranks import Axes
 from unison.shard.reducers import FastReducer, OrderedReducer
-from unison.shard.sharded_tensor import local_part
 from unison.torch_internals import has_values
 
 # ------------------------------------------------------------------------------------------------
@@ -205,7 +204,7 @@ class Unit:
         self.is_whole = all(group.is_alias for group in self.groups)
 
     def check_untouched(self) -> None:
-        """Refuse parameters without values, and those replaced or moved after sharding.
+        """Refuse parameters without values, and those changed otherwise than by their values.
 
         Raises:
             BadInput: Naming the parameter and what to do instead.
@@ -216,21 +215,36 @@ class Unit:
                     f"parameter {group.slots[0].name!r} of {self.name!r} was built without memory; "
                     "call unison.materialize(model, seed=...) before using the model"
                 )
-            members = zip(group.slots, group.pieces, group.parts, group.uses, strict=True)
-            for slot, piece, part, uses in members:
-                is_in_place = all(module._parameters.get(name) is piece for module, name in uses)
-                is_in_shard = local_part(piece).data_ptr() == part.data_ptr()
-                if not (is_in_place and is_in_shard):
-                    what = "moved" if is_in_place else "replaced"
-                    raise BadInput(
-                        f"parameter {slot.name!r} was {what} after fully_shard; move, cast and "
-                        "replace parameters before sharding"
-                    )
+        self._check_in_shard()
+        for group in self.groups:
+            for slot, piece in zip(group.slots, group.pieces, strict=True):
                 if piece.requires_grad != group.requires_grad:
                     raise BadInput(
                         f"requires_grad of {slot.name!r} was changed after fully_shard; freeze "
                         "parameters before sharding"
                     )
+
+    def _check_in_shard(self) -> None:
+        for name, what in self.take_back():
+            raise BadInput(
+                f"parameter {name!r} was {what} after fully_shard; move, cast and "
+                "replace parameters before sharding"
+            )
+
+    def take_back(self) -> list[tuple[str, str]]:
+        """Undo copies that moved nothing, see `FlatGroup.take_back`.
+
+        Returns:
+            Each parameter that was replaced or moved after sharding, and which of the two.
+        """
+        found = []
+        for group in self.groups:
+            for index, (slot, piece) in enumerate(zip(group.slots, group.pieces, strict=True)):
+                uses = group.uses[index]
+                is_in_place = all(module._parameters.get(name) is piece for module, name in uses)
+                if not is_in_place or not (group.is_in_shard(index) or group.take_back(index)):
+                    found.append((slot.name, "moved" if is_in_place else "replaced"))
+        return found
 
     # --- parameters during a pass ----------------------------------------------------------------
 
@@ -253,6 +267,7 @@ class Unit:
     def show_full(self) -> None:
         """Let the module's attributes be its full parameters until they are freed."""
         if not self.is_plain and self._hidden_by_user is None:
+            self._check_in_shard()
             self.finish_gather()
             self.forward_versions = self.versions
             self._hidden_by_user = shadow(self.places, self.leaves(PLAIN))
