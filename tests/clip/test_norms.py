@@ -187,7 +187,7 @@ def peak_bytes(method: str, records) -> int:
     inputs |= {r.ids.untyped_storage()._cdata for r in records if isinstance(r, Lookup)}
     with LiveBytes() as tracker:
         tracker.seen |= inputs
-        squared_norms(records, method)
+        NORM_METHODS[method].squared_norms(records)
     return tracker.peak
 
 
