@@ -108,6 +108,51 @@ def sent_to_host(value: Tensor) -> Callable[[], Tensor]:
     return read
 
 
+# --- custom autograd.Functions, of which torch tells no function mode -----------------------------
+
+OnApply = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
+
+_CustomFunction: Any = torch.autograd.function._SingleLevelFunction
+_told_of_apply: list[OnApply] = []
+
+
+def tell_of_apply(listener: OnApply) -> None:
+    """Have a listener asked, the last one first, whenever a custom function is applied.
+
+    Args:
+        listener: Is given what applies the function, under the function's name, and its arguments;
+            it returns what comes out, or NotImplemented.
+    """
+    _told_of_apply.append(listener)
+    _CustomFunction.apply = classmethod(_told_apply)
+
+
+def tell_no_more(listener: OnApply) -> None:
+    """Undo `tell_of_apply`."""
+    _told_of_apply.remove(listener)
+    if not _told_of_apply:
+        del _CustomFunction.apply
+
+
+def _told_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Function.apply`, while somebody is told.
+
+    It lies between `Function` and its base in C++, so that it is found by a `MyFunction.apply` that
+    was looked up long before, too.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return super(_CustomFunction, cls).apply(*args, **kwargs)
+
+    if not cls.__module__.startswith("unison."):
+        run.__name__ = cls.__name__
+        for listener in reversed(_told_of_apply):
+            output = listener(run, args, kwargs)
+            if output is not NotImplemented:
+                return output
+    return run(*args, **kwargs)
+
+
 # --- canonical parameter names: what wrappers add to a name is not part of it ---------------------
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

@@ -118,10 +118,36 @@ class _Product(torch.autograd.Function):
         return g * w, (g * x).sum(0, keepdim=True)
 
 
+class _Scaled(torch.autograd.Function):
+    """A parameter times a number, whose way back vmap cannot go: it reads values."""
+
+    @staticmethod
+    def forward(ctx, w, scale, reads_values=False):
+        ctx.save_for_backward(scale)
+        ctx.reads_values = reads_values
+        return w.clone() * scale
+
+    @staticmethod
+    def backward(ctx, g):
+        (scale,) = ctx.saved_tensors
+        return (
+            g * (scale.item() * g.sum().item() / g.sum() if ctx.reads_values else scale),
+            None,
+            None,
+        )
+
+
+TWO = torch.tensor(2.0, dtype=torch.float64)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (_Product.apply, "a gradient reached 'weight'"),
+        (lambda x, w: x * _Scaled.apply(w, TWO), None),
+        (lambda x, w: x * _Scaled.apply(1 + w, TWO, True).sin(), None),
+        (lambda x, w: x * _Scaled.apply(w, x.mean(), True), "samples mix"),
+        (lambda x, w: x * _Scaled.apply(w, x[:1]), "a gradient reached 'weight'"),
         (lambda x, w: _Product.apply(x, 1 + w.float().double()), "a gradient reached 'weight'"),
         (lambda x, w: w.repeat_interleave(len(x), 0) * x, "from parameters alone; use `expand`"),
         (lambda x, w: torch.frexp(x * w).mantissa + torch.max(w, dim=0)[0], None),

@@ -7,6 +7,7 @@ A tap on the output of each operation that uses parameters makes records of its 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -41,7 +42,13 @@ from unison.capture.tracked import (
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import RULES, Builder, Layout, Product, Record, plain_record, rule_of
 from unison.ops.linear import of_bias
-from unison.torch_internals import is_dtensor, is_recording, refuse_compiled
+from unison.torch_internals import (
+    is_dtensor,
+    is_recording,
+    refuse_compiled,
+    tell_no_more,
+    tell_of_apply,
+)
 
 # On a module whose parameters somebody else puts in place during a pass: a function from a capture
 # to a context in which it puts tracked ones there.
@@ -168,11 +175,15 @@ class Capture:
                 yield self
             return
         recurrent = [each for each in self._params.modules if isinstance(each[1], nn.RNNBase)]
-        with (
-            marked(self._params.places, self, is_guarded=is_guarded),
-            flat_weights_renewed(recurrent) if recurrent else nullcontext(),
-        ):
-            yield self
+        tell_of_apply(_followed_apply)
+        try:
+            with (
+                marked(self._params.places, self, is_guarded=is_guarded),
+                flat_weights_renewed(recurrent) if recurrent else nullcontext(),
+            ):
+                yield self
+        finally:
+            tell_no_more(_followed_apply)
 
     @contextmanager
     def learning(self) -> Iterator[list[Seen]]:
@@ -332,6 +343,16 @@ class Capture:
         if output is NotImplemented:
             return without_rule(call, axes, args, kwargs)
         return output
+
+    def call_alone(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a custom `autograd.Function` of parameters alone."""
+        is_learning = self.seen is not None or self._met is not None
+        if self.is_outside or not (is_learning or torch.is_grad_enabled()):
+            return func(*args, **kwargs)
+        if self.axes.is_traced or self._met is not None:
+            call, _ = self._call_of(func, args, kwargs)
+            return self._derived(call, args, kwargs)
+        return derive(self, func, args, kwargs)
 
     def _unmarked(self, value: Any) -> Any:
         """Arguments with parameters themselves in the place of their marks."""
@@ -740,6 +761,27 @@ class _Tap(torch.autograd.Function):
                 raise
             ctx.use.record(g, tuple(value.detach() for value in saved))
         return None, None, g, None, *(None for _ in range(ctx.num_saved))
+
+
+def _followed_apply(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Let the capture of its parameters run a custom `autograd.Function`, if they are all it has.
+
+    What other tensors hold, but for buffers and those of one number, may be samples. Their
+    gradients are the function's own matter; one that it makes for a parameter is refused: see
+    [Note: no way past].
+    """
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    tracked = [each for each in given if type(each) is Tracked]
+    others = [each for each in given if type(each) is not Tracked and each.ndim]
+    if not tracked or any(each.requires_grad for each in others):
+        return NotImplemented
+    capture = tracked[0].listener
+    if others:
+        own = chain(capture.module.buffers(), capture.module.parameters())
+        held = {each.untyped_storage()._cdata for each in own}
+        if any(each.untyped_storage()._cdata not in held for each in others):
+            return NotImplemented
+    return capture.call_alone(func, args, kwargs)
 
 
 def refuse_second(*_: Any) -> NoReturn:

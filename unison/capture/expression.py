@@ -220,14 +220,13 @@ def _pulled_back(record: Record, *, output: Tensor, leaf: Tensor) -> Dense:
     value = per_sample(record)  # [batch, *output.shape]
     if len(value) == 0:
         return Dense(value.new_zeros(0, *leaf.shape))
-    (gradient,) = torch.autograd.grad(
-        output,
-        leaf,
-        value.to(output.dtype),
-        retain_graph=True,
-        is_grads_batched=True,
-        allow_unused=True,
-    )
+    pull = partial(torch.autograd.grad, output, leaf, retain_graph=True, allow_unused=True)
+    value = value.to(output.dtype)
+    try:
+        (gradient,) = pull(value, is_grads_batched=True)
+    except RuntimeError:  # what a custom function does on the way back may have no rule for vmap
+        found = [pull(each)[0] for each in value]
+        gradient = None if found[0] is None else torch.stack(found)
     return Dense(value.new_zeros(len(value), *leaf.shape) if gradient is None else gradient)
 
 

@@ -47,6 +47,8 @@ from unison.torch_internals import (
     push_lowest,
     take_away,
     taken_away,
+    tell_no_more,
+    tell_of_apply,
 )
 
 # --- values that leave torch for Python -----------------------------------------------------------
@@ -389,13 +391,13 @@ class LossRecorder(TorchFunctionMode):
         if len(_recording) != is_on:
             return
         if is_on:  # the first one comes
-            _CustomFunction.apply = classmethod(_recorded_apply)
+            tell_of_apply(_recorded_apply)
             if "torch._dynamo.eval_frame" in sys.modules:
                 # A compiled criterion runs as it was written: what dynamo makes of it calls no
                 # torch functions that could be written down.
                 _stances.append(torch.compiler.set_stance("force_eager"))
         else:  # the last one goes
-            del _CustomFunction.apply
+            tell_no_more(_recorded_apply)
             while _stances:
                 _stances.pop().__exit__(None, None, None)
 
@@ -647,28 +649,19 @@ def memory_of(value: Tensor) -> int:
 _MEANS = {F.cross_entropy, F.nll_loss}
 
 _recording: list[LossRecorder] = []  # those that are on torch's stack of modes
-_CustomFunction: Any = torch.autograd.function._SingleLevelFunction
 _stances: list[Any] = []  # torch.compile's, while somebody records
 
 
-def _recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Function.apply`, of which torch tells no function mode.
-
-    It lies between `Function` and its base in C++ while somebody records, so that it is found by a
-    `MyFunction.apply` that was looked up long before, too.
-    """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return super(_CustomFunction, cls).apply(*args, **kwargs)
-
+def _recorded_apply(run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Write a custom `autograd.Function` down, for who records what goes in."""
     for recorder in _recording:
         # Not inside of an operation that it records.
         is_told = any(mode is recorder for mode in _get_current_function_mode_stack())
         leaves = leaves_in((args, kwargs)) if is_told else ()
         if any(recorder.slot_of(leaf) is not None for leaf in leaves):
             with taken_away(recorder):
-                return recorder.call(run, Handling.OPERATION, cls.__name__, args, kwargs)
-    return run(*args, **kwargs)
+                return recorder.call(run, Handling.OPERATION, run.__name__, args, kwargs)
+    return NotImplemented
 
 
 def refuse_unseen() -> None:
