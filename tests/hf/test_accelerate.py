@@ -178,6 +178,7 @@ def trained_by_loop(accelerate, model, data, num_steps):
             optimizer.zero_grad()
 
 
+@pytest.mark.full  # ranks import transformers' Trainer; its parts are in tests/shard/test_api.py
 @ranks(1, 2)
 def test_a_sharded_model_trains_without_privacy(world, tmp_path):
     data = [{"x": x, "labels": y} for x, y in list(loader().dataset)[:8]]

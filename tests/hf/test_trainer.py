@@ -2,6 +2,7 @@
 
 import json
 import math
+import unittest
 
 import pytest
 import torch
@@ -372,7 +373,7 @@ def test_a_collator_that_pads_to_the_longest_row_does_not_let_rows_meet(tmp_path
     assert error_of(seen.found, expected) < 1e-6
 
 
-def test_training_ends_at_the_budget(tmp_path, caplog):
+def test_training_ends_at_the_budget(tmp_path):
     def trainer():
         return PrivateTrainer(
             model=llama(),
@@ -384,8 +385,9 @@ def test_training_ends_at_the_budget(tmp_path, caplog):
 
     assert train(trainer()).global_step == 2
     again = trainer()  # the ledger is that of the same rows, and is spent
-    assert train(again).global_step == 0
-    assert "training ends here" in caplog.text
+    with unittest.TestCase().assertLogs("unison.hf", "WARNING") as logs:
+        assert train(again).global_step == 0
+    assert "training ends here" in logs.output[0]
     assert ledger_counts(tmp_path) == (2, 2)
 
 

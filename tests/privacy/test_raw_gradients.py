@@ -190,21 +190,22 @@ HOOKS = {
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook", "ignore:Full backward hook is")
-@pytest.mark.parametrize("place", ["", "0", "2"])
-@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize(
+    ("kind", "place"), [("full", "0"), ("full", ""), ("before", "2"), ("before", ""), ("old", "0")]
+)
 def test_what_backward_hooks_keep_is_followed(kind, place):
     module, kept = make_model(), []
     alone = copy.deepcopy(module)
     HOOKS[kind](module.get_submodule(place), lambda _, *seen: kept.append(seen[-1][0]))
-    engine, module, optimizer, private = attach(module, noise_multiplier=0.0)
+    engine, module, optimizer, private = attach(module, noise_multiplier=0.0, batch_size=4)
     for number, (x, y) in enumerate(private):
         optimizer.zero_grad()
         alone.load_state_dict(module.state_dict())
         expected = oracle.clipped_sum(alone, losses, (x, y), 0.5)
         cross_entropy(module(x), y).backward()
         for name, each in module.named_parameters():
-            assert_close(each.grad.double() * 12, expected[name], rtol=1e-6, atol=1e-6)
-        raw = kept[-1].sum() / 12
+            assert_close(each.grad.double() * 4, expected[name], rtol=1e-6, atol=1e-6)
+        raw = kept[-1].sum() / 4
         with torch.no_grad(), pytest.raises(UnsupportedOperation, match=SAVED):
             module[0].weight.sub_(raw)
         with pytest.raises(UnsupportedOperation, match=GRADIENT):

@@ -501,7 +501,7 @@ class LossRecorder(TorchFunctionMode):
         if not is_followed:
             return func(*args, **kwargs)
         if func is torch.autograd.grad:
-            self._before_grad(leaves_in(args[1] if len(args) > 1 else kwargs["inputs"]))
+            self._before_grad(leaves_in(args[1:2] or kwargs["inputs"]))
         if handling is Handling.WRITE or kwargs.get("out") is not None:
             self._before_write(kwargs.get("out", args[0] if args else None))
         stored: tuple[tuple, dict[str, Any]] = mapped(self._stored, (args, kwargs))
