@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 import unison
 from tests.privacy.common import attach, loader
 from unison.clip.costs import MODES
-from unison.errors import BadInput
+from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.sampling import Poisson, Shuffled
 from unison.shard.sharded_tensor import local_part
 
@@ -85,6 +85,18 @@ def gradients(kind: str, *, granule: int | None = None, **settings: Any) -> list
             optimizer.zero_grad()
     engine.detach()
     return found
+
+
+@pytest.mark.parametrize("reduced", [torch.mean, lambda losses: losses.sum() / len(losses)])
+def test_a_mean_of_granules_is_refused_by_the_name_of_the_remedy(reduced):
+    engine, module, _, private = attach(
+        granule=4, data_loader=loader(8, shuffle=True), poisson_sampling=False
+    )
+    x, y = next(iter(private))
+    losses = cross_entropy(module(x), y, reduction="none")
+    with pytest.raises(UnsupportedOperation, match=r"every granule.*unison\.batch_mean"):
+        reduced(losses).backward()
+    engine.detach()
 
 
 def test_a_mean_of_a_batch_counts_no_padding():

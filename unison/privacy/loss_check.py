@@ -59,6 +59,7 @@ from unison.privacy.loss_tape import (
     positions,
 )
 from unison.privacy.sampling import packed, unpacked
+from unison.shard.granules import PerGranule
 from unison.torch_internals import has_values, sent_to_host
 
 # --- losses that a model makes itself -------------------------------------------------------------
@@ -275,6 +276,12 @@ class LossCheck:
 
     def _check(self, program: Program, loss: Tensor) -> None:
         rows, kind = self._rows, program.kind
+        if isinstance(loss, PerGranule):
+            _refuse(
+                "the loss is one number for every granule: with granule= a mean or a sum over rows "
+                "is taken granule by granule",
+                "Make one loss per row (reduction='none'), and send back unison.batch_mean(losses)",
+            )
         try:
             base, left = self._self_check(program, loss)
         except UnsupportedOperation:
