@@ -1,6 +1,7 @@
 """What `fully_shard` promises about names, ownership and errors."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -509,3 +510,21 @@ def test_memory_report_counts_what_is_held():
         assert unit.name in text
     alone = run_on_ranks(1, reported)[0][0]
     assert all(unit.full == 0 for unit in alone)
+
+
+@ranks(2)
+@pytest.mark.parametrize("with_root", [True, False])
+def test_parameters_without_a_unit_are_told_of(world, with_root):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fully_shard(model[0])
+    if with_root:
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.full((3, 4), float(world.rank))).sum().backward()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    messages = [str(each.message) for each in found if "no unit has" in str(each.message)]
+    assert len(messages) == (not with_root)
+    assert all("2 parameters" in each and "shape [2, 4]" in each for each in messages)

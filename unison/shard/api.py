@@ -1,6 +1,7 @@
 """`fully_shard` and `auto_shard`: from a module to units."""
 
 import functools
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -27,7 +28,7 @@ from unison.shard.flat_group import (
 from unison.shard.ranks import DONE, Axes, Work
 from unison.shard.sharded_tensor import ShardedTensor, show_shards
 from unison.shard.unit import TAKEN_BY, UNIT_ATTRIBUTE, Unit, unit_of, units_of
-from unison.torch_internals import canonical_name
+from unison.torch_internals import canonical_name, is_dtensor
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -410,9 +411,28 @@ def _look_once(optimizer: Optimizer, *_: Any) -> None:
                 "no longer; make the optimizer after sharding, from module.parameters()"
             )
     if any(map(is_piece, parameters)):
+        _warn_of_outside(optimizer, parameters)
         _adopt_flat_state(optimizer)
         optimizer.register_load_state_dict_post_hook(_adopt_flat_state)
     _seen.add(optimizer)
+
+
+def _warn_of_outside(optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    """Tell of parameters without a unit beside those of units, on several ranks."""
+    sizes = [each.placement.ranks.size for each in parameters if isinstance(each, ShardedTensor)]
+    outside = [
+        each
+        for each in parameters
+        if each.grad is not None and not is_piece(each) and not is_dtensor(each)
+    ]
+    if outside and max(sizes, default=1) > 1:
+        warnings.warn(
+            f"{type(optimizer).__name__} trains {len(outside)} parameters that no unit has, the "
+            f"first of shape {list(outside[0].shape)}, beside those of units: each of the "
+            f"{max(sizes)} ranks has its own gradient of them, unless you add these up yourself. "
+            "Call fully_shard on the root too, after its blocks",
+            stacklevel=2,
+        )
 
 
 def _adopt_flat_state(optimizer: Optimizer) -> None:
