@@ -59,7 +59,6 @@ from unison.privacy.loss_tape import (
     positions,
 )
 from unison.privacy.sampling import packed, unpacked
-from unison.shard.granules import PerGranule
 from unison.torch_internals import has_values, sent_to_host
 
 # --- losses that a model makes itself -------------------------------------------------------------
@@ -276,7 +275,7 @@ class LossCheck:
 
     def _check(self, program: Program, loss: Tensor) -> None:
         rows, kind = self._rows, program.kind
-        if isinstance(loss, PerGranule):
+        if unpacked(loss)[0] is not loss:
             _refuse(
                 "the loss is one number for every granule: with granule= a mean or a sum over rows "
                 "is taken granule by granule",

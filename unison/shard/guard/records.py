@@ -27,8 +27,13 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _SHARD = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_RNG = os.path.join(os.path.dirname(os.path.dirname(_SHARD)), "rng") + os.sep
-_INTERNAL = (_TORCH, _SHARD, _RNG)
+_PACKAGE = os.path.dirname(os.path.dirname(_SHARD))
+_INTERNAL = (
+    _TORCH,
+    _SHARD,
+    os.path.join(_PACKAGE, "rng") + os.sep,
+    os.path.join(_PACKAGE, "torch_internals.py"),  # its modes call what they are told of
+)
 _C10D = os.path.join(_TORCH, "distributed", "distributed_c10d.py")
 _FUNCTIONAL = os.path.join(_TORCH, "distributed", "_functional_collectives.py")
 _DEPTH = 4
@@ -131,8 +136,8 @@ def root_of(options: Any) -> int | None:
 def caller(frame: FrameType | None) -> tuple[str | None, tuple[tuple[CodeType, int], ...]]:
     """Return the torch function a user called, and the user's own frames, innermost first.
 
-    Frames of torch and of `unison.shard` are skipped; positions are left unresolved, because a
-    line number costs more than a training step can spare.
+    Frames of torch, of `unison.shard` and of modes are skipped; positions are left unresolved,
+    because a line number costs more than a training step can spare.
     """
     api = None
     outermost = frame
