@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.clip.common import RECORDS, dense, lookup, product
+from tests.clip.common import RECORDS, dense, explicit_gradients, lookup, product
 from unison.clip import (
     GRADIENT_METHODS,
     MACHINES,
@@ -373,8 +373,8 @@ def test_what_is_described_can_be_clipped(case, gen):
         coefficients = flat(norms, 1.0).values
         assert alternative.choice.gradient in GRADIENT_METHODS
         total = from_records(used, coefficients, records[0].shape)
-        assert total.shape == records[0].shape
-        assert total.isfinite().all()
+        expected = torch.einsum("b,b...->...", coefficients.double(), explicit_gradients(records))
+        torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-6)
     assert isinstance(choose(records), Choice)
 
 
