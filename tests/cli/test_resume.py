@@ -7,7 +7,7 @@ import pytest
 FAST = ["--steps", "3", "--batch-size", "4", "--row-length", "32", "--eval-rows", "8", "--json"]
 
 
-def test_resume_goes_on_with_the_saved_settings(unison, text, tmp_path):
+def test_resume_goes_on_with_the_saved_settings(unison, text, tmp_path, monkeypatch):
     run = tmp_path / "run"
     began = ["train", "--data", text, "--out", run, "--checkpoint-every", "2", "--seed", "3"]
     code, out, err = unison(*began, *FAST)
@@ -25,13 +25,15 @@ def test_resume_goes_on_with_the_saved_settings(unison, text, tmp_path):
     ):
         code, _, err = unison("train", "--resume", run, *options)
         assert (code, message in err) == (2, True), err
+    monkeypatch.chdir(run)  # as many people go on
     code, out, err = unison(
-        "train", "--resume", run, "--seed", "3", "--shard", "none", "--no-tensorboard", "--json"
+        "train", "--resume", ".", "--seed", "3", "--shard", "none", "--no-tensorboard", "--json"
     )
     assert code == 0, err
     assert "going on after step 2 of 3" in err
     resumed = json.loads(out)
     assert resumed["shard"] == "none"
     assert resumed["train_loss_after"] == pytest.approx(result["train_loss_after"], rel=1e-5)
-    code, _, err = unison("train", "--resume", tmp_path / "nothing")
-    assert (code, "is not the folder of a run" in err) == (2, True)
+    for folder in (tmp_path / "nothing", tmp_path / "nothing" / "..", "..", "/"):
+        code, _, err = unison("train", "--resume", folder)
+        assert (code, "is not the folder of a run" in err) == (2, True), err

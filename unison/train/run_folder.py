@@ -85,20 +85,21 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
 
 
 def _real(folder: Path) -> Path:
-    """The folder itself, where a link to one was named: links stay as they are.
+    """The folder itself, where a link to one, `.` or `..` was named: links stay as they are.
 
     Raises:
         BadInput: If it is a link to itself.
     """
     try:
-        return folder.resolve() if folder.is_symlink() else folder
+        is_by_another_name = folder.is_symlink() or folder.name in ("", "..")
+        return folder.resolve() if is_by_another_name else folder
     except (OSError, RuntimeError) as error:
         raise BadInput(f"cannot use {str(folder)!r} as the folder of a run: {error}") from None
 
 
 def _replaced_of(folder: Path) -> Path:
     """Where a run lies while the one that is to replace it goes on."""
-    return folder.with_name(f".{folder.name}.replaced")
+    return folder.parent / f".{folder.name}.replaced"
 
 
 def settle(folder: Path, *, within: float = 0.0) -> None:
