@@ -321,3 +321,20 @@ class KeepsHidden(nn.Module):
 def test_a_module_may_keep_what_it_computed(clipping):
     _, module, optimizer, private = attach(KeepsHidden(), clipping=clipping)
     train(module, optimizer, private, 2)
+
+
+def test_what_a_module_kept_does_not_come_into_the_loss():
+    """Nobody looked whether rows meet in it, as they do in the auxiliary losses of experts."""
+    engine, module, _, private = attach(KeepsHidden())
+    held: list[Tensor] = []
+    module.head.register_forward_hook(lambda _, given, output: held.append(output))
+    x, y = next(iter(private))
+    for kept in (lambda: module.hidden.mean(0).square(), lambda: held[-1]):
+        loss = cross_entropy(module(x), y) + kept().sum()
+        with pytest.raises(UnsupportedOperation, match=r"add \(test_.*did not return.*Return it"):
+            loss.backward()
+    module(x)
+    with pytest.raises(UnsupportedOperation, match=r"is made of a tensor that .*did not return"):
+        cross_entropy(held[-1], y).backward()
+    assert engine.ledger.num_intents == 0
+    engine.detach()

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from unison.capture.capture import ANCHOR
 from unison.errors import UnsupportedOperation
 from unison.privacy.loss_program import (
     ARITHMETIC,
@@ -59,7 +60,7 @@ from unison.privacy.loss_tape import (
     positions,
 )
 from unison.privacy.sampling import packed, unpacked
-from unison.torch_internals import has_values, sent_to_host
+from unison.torch_internals import graph_leaves, has_values, sent_to_host
 
 # --- losses that a model makes itself -------------------------------------------------------------
 
@@ -102,6 +103,11 @@ REMEDY = (
     "Make one loss per row (reduction='none', then a mean over each row's own elements; "
     "unison.per_sample_loss does it for tokens) and send back their mean or sum; if several rows "
     "belong to one record, say so with make_private(rows_per_sample=)"
+)
+KEPT = (
+    "that the module's forward made and did not return (an attribute such as module.aux_loss, or "
+    "what a forward hook kept), so that nobody knows whether rows meet in it. Return it from "
+    "forward beside the outputs, and take it from there"
 )
 FEW_ELEMENTS = 1 << 24  # of all roots together: more are looked at in a part of the rows
 
@@ -291,6 +297,7 @@ class LossCheck:
                 f"{str(error)[:120]})",
                 REMEDY,
             )
+        _refuse_kept(program)
         known = self._checked.get(kind)
         self._replacements(program, base, left, is_first=known is None)
         if left == rows:
@@ -604,6 +611,16 @@ def _refuse_changed(then: int, before: Sequence[float], rows: int, now: Sequence
                 "(numpy, tolist, float), so it may come from the batch",
                 "Use .item() for metrics, or declare the number with unison.public(number) if it "
                 "is public",
+            )
+
+
+def _refuse_kept(program: Program) -> None:
+    """Refuse what forward made of the batch and did not return: nobody looked for rows in it."""
+    for term in program.terms:
+        if any(hasattr(leaf, ANCHOR) for leaf in graph_leaves([term])):
+            users = (each for each in program.path.values() if any(term is a for a in each.leaves))
+            raise UnsupportedOperation(
+                f"{next(users)} brings a tensor of shape {list(term.shape)} into the loss {KEPT}"
             )
 
 
