@@ -564,6 +564,35 @@ def test_known_paths_are_checked_again_at_powers_of_two():
         engine.detach()
 
 
+def diffused(module, x, y):
+    t, noise = torch.rand(len(x), 1), torch.randn_like(x)
+    return (module((1 - t) * x + t * noise) - (noise - x)[:, :NUM_CLASSES]).square().mean()
+
+
+def masked(module, x, y):
+    is_masked = torch.bernoulli(torch.full(x.shape, 0.3)).bool()
+    target = F.one_hot(y, NUM_CLASSES) * torch.randn(x.shape)[:, :NUM_CLASSES]
+    return (module(x.masked_fill(is_masked, 0)) - target).square().mean()
+
+
+def dropped(module, x, y):
+    return (F.dropout(module(F.dropout(x, 0.2)), 0.1) - x[:, :NUM_CLASSES]).square().mean()
+
+
+@pytest.mark.parametrize("loss", [diffused, masked, dropped])
+def test_random_numbers_of_the_loop_belong_to_their_rows(loss):
+    """A batch of another size draws others: that alone is no dependence on the size."""
+    engine, module, optimizer, private = attach(noise_multiplier=0.0)
+    for x, y in private:
+        optimizer.zero_grad()
+        loss(module, x, y).backward()
+        optimizer.step()
+    assert engine.ledger.num_commits == 10
+    engine.detach()
+    refused(lambda m, x, y: loss(m, x, y) / len(x), "neither 1 nor .*, the factor of a mean")
+    refused(lambda m, x, y: loss(m, x, y) * m(x).mean(), "rows meet in")
+
+
 def test_every_torch_function_has_one_handling():
     assert loss_tape.handling_of(Tensor.shape.__get__)[0] is loss_tape.Handling.SIZE
     assert loss_tape.handling_of(torch.autograd.grad)[0] is loss_tape.Handling.OPERATION
