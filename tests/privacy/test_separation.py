@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import unison
 from tests.harness import run_on_ranks
@@ -591,6 +591,22 @@ def test_random_numbers_of_the_loop_belong_to_their_rows(loss):
     engine.detach()
     refused(lambda m, x, y: loss(m, x, y) / len(x), "neither 1 nor .*, the factor of a mean")
     refused(lambda m, x, y: loss(m, x, y) * m(x).mean(), "rows meet in")
+
+
+def with_numbers(records):
+    return *default_collate(records), [float(i + len(records)) for i, _ in enumerate(records)]
+
+
+def test_weights_that_python_makes_of_several_records_are_refused():
+    settings = {"batch_size": 12, "collate_fn": with_numbers}
+    records = DataLoader(TensorDataset(*data()), **settings)
+    engine, module, _, private = attach(data_loader=records)
+    with pytest.raises(UnsupportedOperation, match="neither 1 nor"):  # noqa: PT012
+        for x, y, numbers in private:
+            weights = torch.tensor(numbers)
+            losses = F.cross_entropy(module(x), y, reduction="none")
+            (losses * weights / weights.mean()).mean().backward()
+    engine.detach()
 
 
 def test_every_torch_function_has_one_handling():
