@@ -356,7 +356,7 @@ def is_compiled(attributes: Iterable[dict[str, Any]]) -> bool:
         or any(  # one may have come since
             type(each).__name__ == "OptimizedModule"
             and hasattr(vars(each).get("forward"), ORIGINAL)
-            for each in own["_modules"].values()
+            for each in own.get("_modules", {}).values()
         )
         for own in attributes
     )

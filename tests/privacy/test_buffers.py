@@ -195,7 +195,7 @@ def test_norms_with_statistics_of_the_batch(name, dropout):
         train(module, optimizer, private, 2)
 
 
-@pytest.mark.parametrize("is_frozen", [True])
+@pytest.mark.parametrize("is_frozen", [True, False])
 def test_spectral_norm_depends_on_parameters_alone(is_frozen):
     first = spectral_norm(nn.Linear(NUM_FEATURES, 8)).requires_grad_(not is_frozen)
     module = nn.Sequential(first, nn.Linear(8, 3))

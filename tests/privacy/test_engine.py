@@ -98,6 +98,33 @@ def test_the_optimizer_has_the_modules_parameters_and_no_others():
         attach(module, optimizer=optimizer)
 
 
+class Wrapping:
+    """An optimizer of somebody's, around one of torch's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def test_arguments_of_another_kind_are_refused():
+    module = make_model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(BadInput, match=r"found Wrapping.*wraps one, give make_private that one"):
+        attach(module, optimizer=Wrapping(optimizer))
+    with pytest.raises(BadInput, match=r"data_loader= expects a .*DataLoader.*, found list"):
+        attach(module, data_loader=[data()])
+    with pytest.raises(BadInput, match=r"module= expects a torch\.nn\.Module, found method"):
+        PrivacyEngine().make_private(
+            module=module.forward,
+            optimizer=optimizer,
+            data_loader=loader(),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+
+
 def test_an_engine_attaches_once():
     engine, module, optimizer, _ = attach()
     with pytest.raises(BadInput, match="attached already"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -321,3 +322,64 @@ class KeepsHidden(nn.Module):
 def test_a_module_may_keep_what_it_computed(clipping):
     _, module, optimizer, private = attach(KeepsHidden(), clipping=clipping)
     train(module, optimizer, private, 2)
+
+
+def test_what_a_module_kept_does_not_come_into_the_loss():
+    """Nobody looked whether rows meet in it, as they do in the auxiliary losses of experts."""
+    engine, module, _, private = attach(KeepsHidden())
+    held: list[Tensor] = []
+    module.head.register_forward_hook(lambda _, given, output: held.append(output))
+    x, y = next(iter(private))
+    for kept in (lambda: module.hidden.mean(0).square(), lambda: held[-1]):
+        loss = cross_entropy(module(x), y) + kept().sum()
+        with pytest.raises(UnsupportedOperation, match=r"add \(test_.*did not return.*Return it"):
+            loss.backward()
+    module(x)
+    with pytest.raises(UnsupportedOperation, match=r"is made of a tensor that .*did not return"):
+        cross_entropy(held[-1], y).backward()
+    assert engine.ledger.num_intents == 0
+    engine.detach()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_scripted_parts_are_frozen_or_refused():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(NUM_FEATURES, 4), nn.Tanh()))
+    module = nn.Sequential(scripted, nn.Linear(4, NUM_CLASSES))
+    with pytest.raises(
+        UnsupportedOperation, match=r"0\.0\.weight lies in a scripted module.*freeze"
+    ):
+        attach(module)
+    for each in scripted.parameters():
+        each.requires_grad_(False)
+    module.append(torch.jit.trace(nn.Softplus(), torch.zeros(1, NUM_CLASSES)))
+    engine, module, optimizer, private = attach(module)
+    train(module, optimizer, private, 2)
+    engine.detach()
+
+
+class Scaled(nn.Module):
+    """Returns a learned scale beside its outputs, or attends by a function of its own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(NUM_FEATURES, 2 * NUM_CLASSES)
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.how == "attends":
+            q, k = self.layer(x)[:, None, None].chunk(2, -1)
+            return flex_attention(q, k, k)[:, 0, 0] * self.scale
+        return self.layer(x), self.scale.exp()
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_what_is_not_followed_out_of_forward_or_into_an_operator_is_refused_in_a_sentence():
+    for how, message in (
+        ("returns", r"the module returns 'scale', or what it made .*inside of forward"),
+        ("attends", r"flex_attention runs a function .*scaled_dot_product_attention"),
+    ):
+        engine, module, _, private = attach(Scaled(how))
+        with pytest.raises(UnsupportedOperation, match=message):
+            module(next(iter(private))[0])
+        assert engine.ledger.num_intents == 0
+        engine.detach()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import unison
 from tests.harness import run_on_ranks
@@ -562,6 +562,51 @@ def test_known_paths_are_checked_again_at_powers_of_two():
         check = engine._attached._loss_check
         assert check.num_checks == expected, "passes 1, 2, 4 and 8 of 10"
         engine.detach()
+
+
+def diffused(module, x, y):
+    t, noise = torch.rand(len(x), 1), torch.randn_like(x)
+    return (module((1 - t) * x + t * noise) - (noise - x)[:, :NUM_CLASSES]).square().mean()
+
+
+def masked(module, x, y):
+    is_masked = torch.bernoulli(torch.full(x.shape, 0.3)).bool()
+    target = F.one_hot(y, NUM_CLASSES) * torch.randn(x.shape)[:, :NUM_CLASSES]
+    return (module(x.masked_fill(is_masked, 0)) - target).square().mean()
+
+
+def dropped(module, x, y):
+    return (F.dropout(module(F.dropout(x, 0.2)), 0.1) - x[:, :NUM_CLASSES]).square().mean()
+
+
+@pytest.mark.parametrize("loss", [diffused, masked, dropped])
+def test_random_numbers_of_the_loop_belong_to_their_rows(loss):
+    """A batch of another size draws others: that alone is no dependence on the size."""
+    engine, module, optimizer, private = attach(noise_multiplier=0.0)
+    for x, y in private:
+        optimizer.zero_grad()
+        loss(module, x, y).backward()
+        optimizer.step()
+    assert engine.ledger.num_commits == 10
+    engine.detach()
+    refused(lambda m, x, y: loss(m, x, y) / len(x), "neither 1 nor .*, the factor of a mean")
+    refused(lambda m, x, y: loss(m, x, y) * m(x).mean(), "rows meet in")
+
+
+def with_numbers(records):
+    return *default_collate(records), [float(i + len(records)) for i, _ in enumerate(records)]
+
+
+def test_weights_that_python_makes_of_several_records_are_refused():
+    settings = {"batch_size": 12, "collate_fn": with_numbers}
+    records = DataLoader(TensorDataset(*data()), **settings)
+    engine, module, _, private = attach(data_loader=records)
+    with pytest.raises(UnsupportedOperation, match="neither 1 nor"):  # noqa: PT012
+        for x, y, numbers in private:
+            weights = torch.tensor(numbers)
+            losses = F.cross_entropy(module(x), y, reduction="none")
+            (losses * weights / weights.mean()).mean().backward()
+    engine.detach()
 
 
 def test_every_torch_function_has_one_handling():

@@ -306,7 +306,9 @@ class Capture:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         is_learning = self.seen is not None or self._met is not None
-        if func in UNFOLLOWED or not (is_learning or torch.is_grad_enabled()):
+        # Who learns runs all of it without gradients; what writes into `out` can have none.
+        is_unseen = is_learning and kwargs.get("out") is not None
+        if func in UNFOLLOWED or is_unseen or not (is_learning or torch.is_grad_enabled()):
             return func(*all_plain(args), **all_plain(kwargs))
         if func in ALWAYS and type(args[0]) is Tracked:
             return derive(self, func, args, kwargs)
@@ -411,7 +413,7 @@ class Capture:
                 return per_sample_fallback(self, call, axes, args, kwargs)
             finally:
                 self._current = before
-        if is_in_place(func) or "out" in kwargs:
+        if is_in_place(func) or kwargs.get("out") is not None:
             raise UnsupportedOperation(
                 f"{call} writes in place and has no rule; write it as an operation with a result"
             )
@@ -442,7 +444,7 @@ class Capture:
     ) -> Any:
         func, trace = call.func, self.trace
         plain_args, plain_kwargs = all_plain(args), all_plain(kwargs)
-        if is_in_place(func) or "out" in kwargs:
+        if is_in_place(func) or kwargs.get("out") is not None:
             raise UnsupportedOperation(
                 f"{call} writes in place and has no rule; write it as an operation with a result"
             )

@@ -180,6 +180,8 @@ class ProbeState:
         """Restore buffers."""
         known = {(id(where), key) for where, key, _ in self._buffers}
         for child in self._module.modules():
+            if isinstance(child, torch.jit.ScriptModule):
+                continue  # it has the buffers that it was compiled with
             for key in [k for k in child._buffers if (id(child._buffers), k) not in known]:
                 del child._buffers[key]
         for where, key, buffer in self._buffers:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -138,6 +139,8 @@ class RowTrace(TorchDispatchMode):
         batch: Number of samples.
     """
 
+    supports_higher_order_operators = True  # they are refused in a sentence
+
     def __init__(self, batch: int) -> None:
         super().__init__()
         self.batch = batch
@@ -182,6 +185,12 @@ class RowTrace(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a function, and follow the samples through it."""
+        if isinstance(func, HigherOrderOperator):
+            raise UnsupportedOperation(
+                f"{func.name()} runs a function of the user's by itself, where samples are not "
+                "followed. Use operations on tensors instead, such as "
+                "F.scaled_dot_product_attention with a mask in the place of flex_attention"
+            )
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.optim import Optimizer
 from torch.utils.data import (
     BatchSampler,
@@ -50,6 +51,14 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     found = {name: each for name, each in module.named_parameters() if each.requires_grad}
     if not found:
         raise BadInput("the module has no trainable parameter")
+    for path, child in module.named_modules():
+        for key, each in child.named_parameters() if isinstance(child, ScriptModule) else ():
+            if each.requires_grad:
+                raise UnsupportedOperation(
+                    f"{path + '.' if path else ''}{key} lies in a scripted module, inside of which "
+                    "operations are not seen: train the module that it was scripted from, or "
+                    "freeze each of its parameters with requires_grad_(False)"
+                )
     for name, each in found.items():
         if each.is_complex():
             raise UnsupportedOperation(
@@ -59,13 +68,26 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def check_module(module: nn.Module) -> None:
+    """Require a module, not its forward, nor several."""
+    if not isinstance(module, nn.Module):
+        raise BadInput(f"module= expects a torch.nn.Module, found {type(module).__name__}")
+
+
 def num_trainable(module: nn.Module) -> int:
     """Elements of all trainable parameters, wherever they lie."""
+    check_module(module)
     return sum(math.prod(each.shape) for each in module.parameters() if each.requires_grad)
 
 
 def check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> None:
     """Require the optimizer to hold the module's trainable parameters and no others."""
+    if not isinstance(optimizer, Optimizer):
+        raise BadInput(
+            f"optimizer= expects a torch.optim.Optimizer, found {type(optimizer).__name__}, whose "
+            "steps nobody is told of. If it wraps one, give make_private that one, and wrap the "
+            "optimizer that make_private returns"
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UnsupportedOperation(
@@ -176,6 +198,11 @@ def sampling_of(data_loader: DataLoader[Any], is_poisson: bool) -> Sampling:
     """How records are drawn, from the loader's settings: the rate is its batch size's."""
     if isinstance(data_loader, DataLoader):
         refuse_unknown_loader(data_loader)  # one whose records have no number has no length
+    elif not hasattr(data_loader, "dataset"):
+        raise BadInput(
+            "data_loader= expects a torch.utils.data.DataLoader, from whose data set records are "
+            f"drawn, found {type(data_loader).__name__}"
+        )
     num_records = len(data_loader.dataset)  # type: ignore[arg-type]
     if num_records == 0:
         raise BadInput("the data set is empty")

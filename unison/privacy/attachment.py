@@ -46,7 +46,7 @@ from unison.privacy.inputs import (
     scaled_losses_noticed,
 )
 from unison.privacy.learning import ClippingSettings, Learning
-from unison.privacy.loss_check import label_check
+from unison.privacy.loss_check import KEPT, label_check
 from unison.privacy.loss_tape import EARLIER, LossRecorder, refuse_unseen
 from unison.privacy.sampling import (
     BatchDealer,
@@ -701,6 +701,8 @@ class Attachment:
         """Hand a record to clipping, if this is its time."""
         running = self._pass
         is_repeated = running is not None and running.phase is Phase.DONE and self._is_repeating
+        if running is not None and running.phase is Phase.FORWARD:
+            raise UnsupportedOperation(f"the loss is made of a tensor {KEPT}")
         if running is None or not (running.phase is Phase.BACKWARD or is_repeated):
             raise BadInput(_TWICE)
         running.parts[granule].clipping.take(name, record)

@@ -23,6 +23,7 @@ from unison.privacy.accounting import check_accountant, check_delta
 from unison.privacy.arguments import (
     batch_size_of,
     check_compile,
+    check_module,
     check_optimizer,
     check_public_buffers,
     make_key,
@@ -208,6 +209,7 @@ class PrivacyEngine:
         refuse_unknown("make_private", unknown)
         if self._training is not None:
             raise BadInput("this engine is attached already; detach() it, or make another one")
+        check_module(module)
         refuse_opacus_values(clipping, max_grad_norm)
         check.one_of([*MODES, AUTO], clipping=clipping)
         check.one_of(CLIP_RULES, clip_rule=clip_rule)

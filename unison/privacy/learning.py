@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from unison.capture import (
     AxisTable,
@@ -24,7 +25,7 @@ from unison.capture import (
     probe_rows,
     state_kept,
 )
-from unison.capture.tracked import ParamRegistry
+from unison.capture.tracked import ParamRegistry, Tracked
 from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
 from unison.clip.functional import learn_layers
@@ -129,7 +130,7 @@ class Learning:
         """
         trained = self.check_params()
         # A layer may be put to train alone.
-        modes = bytes(module.training for _, module in self._params.modules)
+        modes = bytes(getattr(module, "training", False) for _, module in self._params.modules)
         key = inputs.kind, trained, autocast_dtypes(), modes
         number = self._num_passes[key] = self._num_passes[key] + 1
         is_due = self._settings.recheck and number & (number - 1) == 0
@@ -201,6 +202,13 @@ class Learning:
             nonlocal has_batch_loss
             with FunctionMode(refuse_derivatives):
                 output = inputs.run(module, some)
+            for leaf in tree_leaves(output):
+                if type(leaf) is Tracked:
+                    raise UnsupportedOperation(
+                        f"the module returns {leaf.of_parameters[0]!r}, or what it made of that "
+                        "alone: outside, its gradient would be neither clipped nor noised. Use it "
+                        "inside of forward (return logits * scale), or return it detached"
+                    )
             num_samples = len(some[0])
             dims = dims_of(output, num_samples)
             losses, shared = probe_losses(output, num_samples, dims, per_sample)

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from unison.capture.capture import ANCHOR
 from unison.errors import UnsupportedOperation
 from unison.privacy.loss_program import (
     ARITHMETIC,
@@ -59,7 +60,7 @@ from unison.privacy.loss_tape import (
     positions,
 )
 from unison.privacy.sampling import packed, unpacked
-from unison.torch_internals import has_values, sent_to_host
+from unison.torch_internals import graph_leaves, has_values, sent_to_host
 
 # --- losses that a model makes itself -------------------------------------------------------------
 
@@ -103,6 +104,11 @@ REMEDY = (
     "unison.per_sample_loss does it for tokens) and send back their mean or sum; if several rows "
     "belong to one record, say so with make_private(rows_per_sample=)"
 )
+KEPT = (
+    "that the module's forward made and did not return (an attribute such as module.aux_loss, or "
+    "what a forward hook kept), so that nobody knows whether rows meet in it. Return it from "
+    "forward beside the outputs, and take it from there"
+)
 FEW_ELEMENTS = 1 << 24  # of all roots together: more are looked at in a part of the rows
 
 
@@ -134,9 +140,10 @@ class LossCheck:
         self._says_mean = self._is_mean = is_mean
         self._rows = RecordLayout(1, rows_per_sample, batch_dim)
         # Of each path: rows and numbers when it was taken last; rows and numbers when it was
-        # checked last, with a record of then and its gradients, by slot.
+        # checked last, with a record of then and its gradients, by slot,
+        # and what stood beside it.
         self._taken: dict[tuple, tuple[int, Sequence[float]]] = {}
-        self._checked: dict[tuple, tuple[int, Sequence[float], Gradients, Gradients]] = {}
+        self._checked: dict[tuple, tuple[int, Sequence[float], Gradients, Gradients, list]] = {}
         self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
         self._pending: list[tuple[Callable[[], Tensor], Operation, str]] = []
         self.num_checks = 0
@@ -291,6 +298,7 @@ class LossCheck:
                 f"{str(error)[:120]})",
                 REMEDY,
             )
+        _refuse_kept(program)
         known = self._checked.get(kind)
         self._replacements(program, base, left, is_first=known is None)
         if left == rows:
@@ -299,7 +307,7 @@ class LossCheck:
                 self._compare_with_before(program, *known)
             self._keep(program, base[0])
         else:
-            self._checked[kind] = rows.num_rows, program.numbers, {}, {}
+            self._checked[kind] = rows.num_rows, program.numbers, {}, {}, []
 
     def _keep(self, program: Program, grads: Gradients) -> None:
         """Keep a record of this batch and its gradients, which a batch of another size must give.
@@ -310,7 +318,8 @@ class LossCheck:
             {slot: matrix[:1].clone() for slot, matrix in self._rows.matrices(values)}
             for values in (program.tape.roots, grads)
         )
-        self._checked[program.kind] = self._rows.num_rows, program.numbers, unit, of_unit
+        beside = [self._rows.matrix(each)[:1].clone() for each in program.beside().values()]
+        self._checked[program.kind] = self._rows.num_rows, program.numbers, unit, of_unit, beside
 
     def _self_check(self, program: Program, loss: Tensor) -> tuple[Replay, RecordLayout]:
         """Replay the program unchanged, and compare with the real graph's gradients.
@@ -452,8 +461,9 @@ class LossCheck:
         left = replace(rows, num_units=rows.num_units - 1)
         if program.is_granular:
             return  # granules have one shape
+        draws = program.first_draws(left)
         try:
-            now = program.replay(program.first_records(left), left)[0]
+            now = program.replay(program.first_records(left), left, given=draws)[0]
         except Exception:  # sizes are written into the program; steps of other sizes will tell
             return
         factor, first = rows.num_units / left.num_units, _without_last(rows, before)
@@ -464,7 +474,8 @@ class LossCheck:
             for slot, own in _without_last(rows, usual[0]).items():
                 values[slot] = rows.like(usual[0][slot], own)
             with suppress(Exception):  # what cannot be run with these values stays refused
-                now, first = program.replay(values, left)[0], _without_last(rows, usual[1])
+                now = program.replay(values, left, given=draws)[0]
+                first = _without_last(rows, usual[1])
                 now = dict(left.matrices(now))
                 wrong = _wrong_factor(now, first, factor, is_mean=self._is_mean)
         if wrong is not None:
@@ -484,7 +495,7 @@ class LossCheck:
             for slot, matrix in rows.matrices(outputs)
         }
         try:
-            return values, program.replay(values)[0]
+            return values, program.replay(values, given=program.draws)[0]
         except Exception:  # an operation of the user's does not take them; the caller refuses then
             return None
 
@@ -495,6 +506,7 @@ class LossCheck:
         numbers: Sequence[float],
         unit: Gradients,
         grads: Gradients,
+        beside: list[Tensor],
     ) -> None:
         """Put a record of an earlier step into this batch, which has another size."""
         rows, roots = self._rows, program.tape.roots
@@ -518,8 +530,17 @@ class LossCheck:
                 return
             matrix[:1] = record
             values[slot] = rows.like(roots[slot], matrix)
+        given, beside_now = {}, program.beside()
+        if len(beside_now) != len(beside):  # a constant is as long as the batch, now or then
+            return
+        for (key, value), record in zip(beside_now.items(), beside, strict=True):
+            matrix = rows.matrix(value).clone()
+            if matrix.shape[1:] != record.shape[1:]:
+                return
+            matrix[:1] = record
+            given[key] = rows.like(value, matrix)
         try:
-            now, _, _ = program.replay(values)
+            now, _, _ = program.replay(values, given=given)
         except Exception:  # the record's values do not go together with this batch's
             return
         first = {slot: rows.matrix(now[slot])[:1] for slot in grads}
@@ -604,6 +625,16 @@ def _refuse_changed(then: int, before: Sequence[float], rows: int, now: Sequence
                 "(numpy, tolist, float), so it may come from the batch",
                 "Use .item() for metrics, or declare the number with unison.public(number) if it "
                 "is public",
+            )
+
+
+def _refuse_kept(program: Program) -> None:
+    """Refuse what forward made of the batch and did not return: nobody looked for rows in it."""
+    for term in program.terms:
+        if any(hasattr(leaf, ANCHOR) for leaf in graph_leaves([term])):
+            users = (each for each in program.path.values() if any(term is a for a in each.leaves))
+            raise UnsupportedOperation(
+                f"{next(users)} brings a tensor of shape {list(term.shape)} into the loss {KEPT}"
             )
 
 

@@ -132,6 +132,8 @@ class Program:
         terms: Tensors on the way to the loss that take gradients and are not made of data.
         numbers: Python's numbers on the way to the loss.
         kind: The path that the user's code took: neither values nor batch sizes.
+        draws: Random numbers that the last replay of the batch itself drew on the way to the loss,
+            by place and number of the result; none through which gradients flow.
     """
 
     def __init__(
@@ -165,6 +167,7 @@ class Program:
             kinds.append(tuple(kind))
         self.terms = list(terms.values())
         self.kind = tuple(kinds), len(self.outputs), len(self.terms), len(tape.inputs)
+        self.draws: dict[Any, Tensor] = {}
 
     def compared(self, slot: int) -> list[int]:
         """The slots of values that a truth was found from; of NaNs, whether they are."""
@@ -201,6 +204,29 @@ class Program:
             for slot, matrix in self.rows.matrices(roots)
         }
 
+    def beside(self) -> dict[Any, Tensor]:
+        """What stands beside the batch on the way to the loss, and holds records: noise, weights.
+
+        Constants that the user's code made, by identity, and random numbers, as `replay` takes
+        them. Programs of one kind have the same, in the same order. Where a batch has more than
+        tensors (Python's numbers, texts), constants may be made of several records, and are not
+        given to other rows.
+        """
+        terms, found = set(map(id, self.terms)), dict[Any, Tensor]()
+        for each in self.path.values() if self.tape.batch else ():
+            for leaf in each.leaves:
+                if isinstance(leaf, Tensor) and id(leaf) not in terms:
+                    found[id(leaf)] = leaf
+        found |= self.draws
+        return {key: value for key, value in found.items() if self.rows.dim_of(value) is not None}
+
+    def first_draws(self, left: RecordLayout) -> dict[Any, Tensor]:
+        """Random numbers of the records that are left: kernels draw others for fewer records."""
+        cut = dict(self.draws)
+        for key, matrix in self.rows.matrices(self.draws):
+            cut[key] = self.rows.like(self.draws[key], matrix[: left.num_units])
+        return cut
+
     def real(self, loss: Tensor) -> Gradients:
         """Return the gradients of the outputs in the real graph, which is retained."""
         if isinstance(self.gradient, SlotRef):
@@ -224,6 +250,7 @@ class Program:
         *,
         seed: int = 0,
         is_double: bool = False,
+        given: Mapping[Any, Tensor] | None = None,
     ) -> Replay:
         """Run the program on other values.
 
@@ -232,7 +259,10 @@ class Program:
             left: The records that are left, if not all: the first ones.
             seed: Of torch's generators.
             is_double: Whether everything runs in float64.
+            given: What to put in the place of constants, by identity, and of random numbers.
         """
+        given = given or {}
+        keeps_draws = not (values or given or seed or is_double) and left in (None, self.rows)
         rows, left = self.rows, left or self.rows
         convert = _to_double if is_double else lambda value: value
         leaves: dict[int, list[Tensor]] = {}
@@ -247,6 +277,8 @@ class Program:
             if isinstance(value, Tensor):
                 if id(value) in terms:
                     return terms[id(value)]
+                if id(value) in given:
+                    return convert(given[id(value)])
                 # A constant with one entry per row, as the user made it for fewer of them.
                 is_by_row = value.ndim in (1, 2) and value.shape[0] == rows.num_rows
                 return convert(value[: left.num_rows] if is_by_row and left != rows else value)
@@ -263,8 +295,8 @@ class Program:
             func = self._substitutes.get(operation.func, operation.func)
             if is_double and operation.name in ("float", "half", "bfloat16"):
                 func = Tensor.double
-            given = operation.args, operation.kwargs
-            args, kwargs = mapped(lambda leaf: argument(leaf, operation), given)
+            own = operation.args, operation.kwargs
+            args, kwargs = mapped(lambda leaf: argument(leaf, operation), own)
             with ExitStack() as stack:
                 stack.enter_context(torch.set_grad_enabled(operation.is_grad_enabled))
                 for device, dtype in zip(("cpu", "cuda"), operation.autocast, strict=True):
@@ -274,11 +306,16 @@ class Program:
 
         held = [each.device for value in self.tape.roots.values() for each in unpacked(value)]
         devices = {each for each in held if each.type == "cuda"}
+        # Not torch.manual_seed: where CUDA has not begun, it writes down where it was called.
+        generators = [torch.default_generator]
+        generators += [torch.cuda.default_generators[device.index] for device in devices]
+
+        def states(seed: int | None = None) -> list[bytes]:
+            for each in generators if seed is not None else ():
+                each.manual_seed(seed)
+            return [each.get_state().numpy().tobytes() for each in generators if keeps_draws]
+
         with torch.random.fork_rng(devices), torch.enable_grad():
-            # Not torch.manual_seed: where CUDA has not begun, it writes down where it was called.
-            torch.default_generator.manual_seed(seed)
-            for device in devices:
-                torch.cuda.default_generators[device.index].manual_seed(seed)
             for slot, root in self.tape.roots.items():
                 value = values.get(slot, root)
                 parts = [convert(each.detach()) for each in unpacked(value)]
@@ -286,14 +323,28 @@ class Program:
                     parts = leaves[slot] = [each.clone().requires_grad_() for each in parts]
                 env[slot] = packed(value, [each.clone() for each in parts])
             for place, operation in enumerate(self.tape.operations):
+                # Its own, so that what one draws does not move the numbers of the next.
+                before = states(seed * len(self.tape.operations) + place)
+                is_write = operation.handling is Handling.WRITE
+                drawn = [given.get((place, i)) for i in range(len(operation.outs))]
                 try:
+                    if all(isinstance(each, Tensor) for each in drawn) and drawn:
+                        made = [convert(each.clone()) for each in drawn if each is not None]
+                        for slot, value in zip(operation.outs, made, strict=True):
+                            env[slot] = env[slot].copy_(value) if is_write else value
+                        continue
                     result = run(operation)
                 except Exception:
                     if self.loss in env and place not in self.path:
                         continue  # a metric, on values that it does not take
                     raise
-                if operation.handling is not Handling.WRITE:  # what that wrote to is there already
+                if not is_write:  # what that wrote to is there already
                     env.update(zip(operation.outs, tree_leaves(result), strict=True))
+                if keeps_draws and place in self.path and states() != before:
+                    found = [env[slot] for slot in operation.outs]
+                    if all(isinstance(each, Tensor) and not each.requires_grad for each in found):
+                        copies = [each.clone() for each in found]
+                        self.draws |= {(place, i): each for i, each in enumerate(copies)}
             inputs = [*(each for some in leaves.values() for each in some), *terms.values()]
             found: Sequence[Tensor | None] = [None] * len(inputs)
             loss = env[self.loss]

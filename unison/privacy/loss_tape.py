@@ -624,6 +624,8 @@ class LossRecorder(TorchFunctionMode):
         args, kwargs = mapped(_plain, (args, kwargs))
         result = func(*args, **kwargs)
         self.has_read |= handling is Handling.READ
+        if handling is Handling.READ:  # Python takes float() of no float of ours
+            return result
         if isinstance(result, int | float) and not isinstance(result, bool):
             return _followed(result, self, EARLIER)
         self.hide(targets if handling is Handling.WRITE else result)

@@ -325,6 +325,7 @@ OPERATORS: dict[str, Case] = {
     "F.softmax(param) mix": op(
         lambda x, w: torch.einsum("k,kbtd->btd", w.softmax(0), torch.stack([x, x.sin(), x**2])), 3
     ),
+    "F.normalize(param)": op(lambda x, w: F.linear(x, F.normalize(w, dim=1)), 5, WIDTH),
     "param as conv kernel sum": op(
         lambda x, w: F.conv1d(x.mT, w, padding=1) + w.sum(), 4, WIDTH, 3
     ),

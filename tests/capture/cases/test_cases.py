@@ -44,6 +44,7 @@ SPREAD = (
     *("torch.gather param", "scatter_add", "cdist param", "matrix_exp", "grid affine"),
     *("func.functional_call", "batch in last dim", "AdaptiveLogSoftmax", "qkv split weights"),
     *("hypernet W(x) per sample", "MoE gather/index_add", "repeat_interleave x"),
+    "F.normalize(param)",
     *("OPT", "Mistral sliding", "DistilBERT", "ConvNextV2", "CLIP text"),
     *("PEFT IA3", "PEFT PrefixTuning", "Llama ckpt reentrant=False"),
 )
