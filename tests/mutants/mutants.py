@@ -80,28 +80,24 @@ _PRIVACY = [
     ("PrivateTraining.coefficients", ".scaled(factor)", ""),
     (
         "PrivateTraining.add_sums",
-        """running = self._open(sums)
+        """batch, running = sums.batch, self._open(sums)
         # Where a pass is all there is of its logical batch, nothing is to be added.
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            granules = [part.granule for part in self._dealing.parts]
-            make_sums, dtype = self._maker_of(sums)
-            self.owner.add(make_sums, plan, granules, dtype)
+            self.owner.add(*self._summands(sums))
 """,
-        """running = self.running(batch)
+        """batch, running = sums.batch, self.running(sums.batch)
         # Where a pass is all there is of its logical batch, nothing is to be added.
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            granules = [part.granule for part in self._dealing.parts]
-            make_sums, dtype = self._maker_of(sums)
-            self.owner.add(make_sums, plan, granules, dtype)
+            self.owner.add(*self._summands(sums))
         self._open(sums)
 """,
     ),
-    ("PrivateTraining.open_release", "self.ledger.intend(running.release)", "pass"),
-    ("PrivateTraining.terms", "release.expected_batch_size if", "num_samples if"),
+    ("PrivateTraining.open_release", "self.ledger.intend(release)", "pass"),
+    ("PrivateTraining.open_release", "release.expected_batch_size if", "num_samples if"),
     ("PrivateTraining.commit", "self.ledger.commit(self._uncommitted)", "pass"),
     ("PrivateTraining.release", "<= release.max_grad_norm", ">= release.max_grad_norm"),
     ("finalise", "release.noise_std > 0", "False"),

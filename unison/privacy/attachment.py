@@ -23,21 +23,21 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from unison.capture import Capture, RngAutocastState
 from unison.capture.torch_compile import uncompile
 from unison.capture.tracked import ParamRegistry
-from unison.clip import Clipping, Plan
-from unison.clip.bounds import Grid
+from unison.clip import Clipping, Learned, Plan
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.parallel import MakeSums, ParallelAdapter, private_trainings
+from unison.privacy.arguments import refuse_gradient
 from unison.privacy.compiled import CompiledPasses
 from unison.privacy.inputs import (
     BufferVersions,
     Inputs,
     ModuleHook,
-    PublicTerms,
     buffer_versions,
     holds_samples,
     inputs_of,
@@ -54,8 +54,10 @@ from unison.privacy.sampling import (
     PhysicalBatch,
     granular_pass,
     packed,
+    take_mean_was_used,
     unpacked,
 )
+from unison.shard.deal import BatchPlan
 from unison.torch_internals import (
     DynamoBackend,
     backend_of_caller,
@@ -75,6 +77,8 @@ _as_no_view = torch.ops.aten._unsafe_view.default
 # Calls back when the running backward pass has ended, after those that asked before.
 _queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
+Summands = tuple[MakeSums, BatchPlan, Sequence[int], torch.dtype]
+"""What `ParallelAdapter.add` takes."""
 OnBackward = Callable[[tuple[Tensor, ...], tuple[Tensor | None, ...]], None]
 
 
@@ -157,21 +161,18 @@ class RunningPart:
 
 @dataclass(eq=False)
 class RunningPass:
-    """One physical batch on its way through the module; it makes its clipped sums.
-
-    Sums are integers, which add without rounding: over granules, passes and ranks they are the same
-    in any order, and emptying a record changes what it changes in that record's own rows.
+    """One physical batch on its way through the module.
 
     Attributes:
         batch: The batch.
         parts: Its rows by granule.
         captures: Of all parts.
-        context: What is put in the module's place for the pass.
+        context: What is put in the module's place for the pass; closed, it lets go of all records.
         num_backwards: Backward passes that clipping takes.
         buffers: Versions of the module's buffers when it began.
         call: What the module is called with, if it is to be run again.
         phase: How far it has come.
-        maker: What makes its sums, and their dtype, once they may be made.
+        summands: What makes its sums, once they may be made.
     """
 
     batch: PhysicalBatch
@@ -182,29 +183,7 @@ class RunningPass:
     buffers: BufferVersions
     call: tuple[tuple, dict[str, Any], RngAutocastState] | None = None
     phase: Phase = Phase.FORWARD
-    maker: tuple[MakeSums, torch.dtype] | None = None
-
-    def close(self) -> None:
-        """Let go of the module and of what was recorded: the pass is over, or given up."""
-        self.context.close()
-        for capture in self.captures:
-            capture.release()
-        self.parts.clear()
-        self.call = self.maker = None
-
-    def make_sums(
-        self, grid: Grid, granule: int, names: Sequence[str], before: Sequence[Tensor | None] | None
-    ) -> list[Tensor | None]:
-        """Return this rank's clipped sums of these parameters on a grid; see `MakeSums`."""
-        part = self.parts[granule]
-        assert part.coefficients is not None
-        totals = dict(zip(names, before or [None] * len(names), strict=True))
-        part.clipping.add_on_grid(part.coefficients, totals, grid)
-        return list(totals.values())
-
-    def is_complete(self, names: Sequence[str]) -> bool:
-        """Whether a second backward pass has come by all uses of these parameters."""
-        return all(part.clipping.is_complete(names) for part in self.parts.values())
+    summands: Summands | None = None
 
     def shares(self) -> dict[str, tuple[Tensor, Tensor]] | None:
         """Return what the sums are made of (`Clipping.shares`); None if there are granules."""
@@ -228,7 +207,9 @@ class Attachment:
         dealing: What the rows of the batch in the user's hands are.
         training: Knows that batch, decides the coefficients, and takes the clipped sums.
         recorder: Follows the user's loss.
-        public_terms: Takes gradients of terms of the loss that do not depend on data.
+
+    Attributes:
+        public_terms: Gradients of terms of the logical batch's loss that do not depend on data.
     """
 
     def __init__(
@@ -240,7 +221,6 @@ class Attachment:
         dealing: BatchDealer,
         training: "PrivateTraining",
         recorder: LossRecorder,
-        public_terms: PublicTerms,
     ) -> None:
         self.module, self.settings = module, settings
         self.params = ParamRegistry(module)
@@ -249,7 +229,9 @@ class Attachment:
         self.plan: Plan | None = None
         self._training: PrivateTraining | GraphedPass | None = training
         self._pass: RunningPass | None = None
-        self._recorder, self._public_terms = recorder, public_terms
+        self._recorder = recorder
+        self.public_terms: dict[str, Tensor] = {}
+        self._without_grad: set[int] = set()  # parameters that had none before such a term's
         self._follows_loss = True
         self.learning = Learning(module, settings, owner, self.params)
         self._compiled: CompiledPasses | None = None
@@ -282,11 +264,6 @@ class Attachment:
         self._dealing.has_fixed_size = True
         self._handles.callback(self._compiled.detach)
 
-    @property
-    def _is_compiled(self) -> bool:
-        """Whether passes are compiled, as far as is known."""
-        return self._compiled is not None and self._compiled.refusal is None
-
     def _take_over_compiled(self) -> None:
         """Let passes be compiled if the user has compiled the module after `make_private`."""
         if not self._follows_loss:
@@ -303,7 +280,7 @@ class Attachment:
         names = {id(place.parameter): place.name for place in reversed(self.params.places)}
         trained = [each for each in self.module.parameters() if each.requires_grad]
         return [
-            *(hook for each in trained for hook in self._public_terms.hooks(names[id(each)], each)),
+            *(hook for each in trained for hook in self._public_hooks(names[id(each)], each)),
             # Before all others: FSDP2's own gathers parameters, and learning runs the module too.
             self.module.register_forward_pre_hook(
                 ModuleHook(self._before_forward), with_kwargs=True, prepend=True
@@ -313,12 +290,56 @@ class Attachment:
             ),
         ]
 
+    def _public_hooks(self, name: str, parameter: nn.Parameter) -> list[RemovableHandle]:
+        """Put hooks on a parameter: gradients that reach it past the capture are kept, or refused.
+
+        Terms such as `loss + 0.01 * sum(p.square().sum() ...)` need no clipping and no noise. Their
+        gradients are added to the noisy ones as they are.
+
+        Guarantees:
+            A gradient is kept only if the loss of the running pass was found to have terms whose
+            gradients are the same bits for any values of the batch; every other gradient that
+            reaches a parameter raises.
+
+        They know this object weakly: hooks of tensors are out of the garbage collector's sight.
+        """
+        attached, own = ref(self), ref(parameter)
+
+        def take(gradient: Tensor) -> Tensor | None:
+            held, parameter = attached(), own()
+            if held is None or parameter is None:
+                return None
+            if not held._recorder.has_terms:
+                refuse_gradient(name, gradient)
+            if held._owner.everyone.size > 1 or parameter.shape != gradient.shape:
+                raise UnsupportedOperation(
+                    f"the loss has a term of {name!r} that does not depend on the batch, and the "
+                    "module is trained on several ranks. Remedy: the optimizer's weight_decay, or "
+                    "add the term's gradient to parameter.grad before optimizer.step()"
+                )
+            # Each pass of a logical batch has the same term: it counts once.
+            held.public_terms[name] = gradient.detach().clone()
+            if parameter.grad is None:
+                held._without_grad.add(id(parameter))
+            return torch.zeros_like(gradient)
+
+        def after(parameter: Tensor) -> None:
+            held = attached()
+            if held is not None and id(parameter) in held._without_grad:
+                held._without_grad.discard(id(parameter))
+                parameter.grad = None  # undo what autograd did with the zeros
+
+        return [
+            parameter.register_hook(take),
+            parameter.register_post_accumulate_grad_hook(after),
+        ]
+
     @contextmanager
     def redirected(self, graphed: "GraphedPass") -> Iterator[None]:
         """Let another decide in this block: for passes that are not of the loader's batches.
 
         Args:
-            graphed: Stands in for the dealing (`granule`, `parts`, `most_rows`, `begin_backward`)
+            graphed: Stands in for the dealing (`granule`, `parts`, `most_rows`, `mean_was_used`)
                 and for the training (`current`, `coefficients`, `add_sums`).
         """
         self.drop_pass()
@@ -344,7 +365,7 @@ class Attachment:
         self._following.close()
         self._label_check = None
         if self._pass is not None:
-            self._pass.close()
+            self._pass.context.close()
             self._pass = None
 
     # --- forward ---------------------------------------------------------------------------------
@@ -357,13 +378,12 @@ class Attachment:
             UnsupportedOperation: An operation has no rule, or samples mix.
         """
         inputs = self._inputs_of(args, kwargs, num_rows)
-        learned = self.learning.learn(inputs)
-        return self.learning.plan(
-            learned,
-            self._dealing.rows_to_plan(num_rows),
-            inputs,
-            is_compiled=self._is_compiled,
-        )
+        num_rows = self._dealing.rows_to_plan(num_rows)
+        return self._plan_of(self.learning.learn(inputs), num_rows, inputs)
+
+    def _plan_of(self, learned: Learned, num_rows: int, inputs: Inputs) -> Plan:
+        is_compiled = self._compiled is not None and self._compiled.refusal is None
+        return self.learning.plan(learned, num_rows, inputs, is_compiled=is_compiled)
 
     @property
     def is_aside(self) -> bool:
@@ -499,12 +519,7 @@ class Attachment:
         learned = self.learning.learn(inputs)
         buffers = buffer_versions(self.params.modules)
         compiled = self._compiled
-        plan = self.plan = self.learning.plan(
-            learned,
-            self._dealing.most_rows,
-            inputs,
-            is_compiled=self._is_compiled,
-        )
+        plan = self.plan = self._plan_of(learned, self._dealing.most_rows, inputs)
         num_forwards, num_backwards = plan.num_forwards, plan.num_backwards
         is_compiled = compiled is not None and compiled.takes(inputs, learned, plan, num_rows)
         parts = {}
@@ -523,7 +538,10 @@ class Attachment:
             capture.factored = plan.factored
             parts[rows.granule] = RunningPart(rows, clipping, capture)
         context = ExitStack()
+        context.callback(parts.clear)
         captures = {granule: part.capture for granule, part in parts.items()}
+        for capture in captures.values():
+            context.callback(capture.release)
         context.enter_context(self._owner.installed(captures))
         if compiled is not None and is_compiled:
             context.enter_context(compiled.running(list(captures.values())))
@@ -532,7 +550,7 @@ class Attachment:
         )
         if num_forwards == 2:
             if not self._owner.can_repeat:
-                running.close()
+                context.close()
                 raise UnsupportedOperation(
                     f"clipping {self.settings.mode!r} runs the forward pass again to spare memory, "
                     "which sharded modules do not take yet: use a larger memory_budget, or 'ghost' "
@@ -618,7 +636,7 @@ class Attachment:
         running.phase = Phase.BACKWARD
         for capture in running.captures:  # checkpointing runs the module again
             capture.is_outside = False
-        self._dealing.begin_backward()
+        self._dealing.mean_was_used = take_mean_was_used()
         if running.num_backwards == 2:
             self._measure_first(running, outputs, gradients)
         _queue(self._end_backward)
@@ -723,9 +741,10 @@ class Attachment:
             self._training.add_sums(running)
         finally:
             running.parts.clear()
+            running.call = running.summands = None
             # Sharded units end their own backward pass after this, and must still know that there
             # are no gradients for them to sum.
-            _queue(running.close)
+            _queue(running.context.close)
 
 
 def _hide(recorder: LossRecorder, module: nn.Module, *gradients: Any) -> None:

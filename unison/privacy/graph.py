@@ -42,7 +42,7 @@ from unison.privacy.noise import (
     release_by,
     shares_of,
 )
-from unison.privacy.sampling import PLAIN, Part, PhysicalBatch, take_mean_was_used
+from unison.privacy.sampling import PLAIN, Part, PhysicalBatch, physical_batches
 
 if TYPE_CHECKING:
     from unison.privacy.training import LogicalBatch, PrivateTraining
@@ -79,7 +79,7 @@ class GraphedPass:
         most_rows: How many.
     """
 
-    granule = None
+    granule, mean_was_used = None, False
 
     def __init__(
         self,
@@ -201,14 +201,7 @@ class GraphedPass:
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def _run(self) -> None:
-        self.current = PhysicalBatch(
-            step=0,
-            record_ids=torch.arange(self.num_rows),
-            first_position=0,
-            index=0,
-            num_passes=1,
-            logical_size=self.num_rows,
-        )
+        self.current = next(physical_batches(torch.arange(self.num_rows), step=0))
         losses = self._loss_of(*self._inputs)
         if losses.shape != (self.num_rows,):
             raise BadInput(
@@ -223,15 +216,12 @@ class GraphedPass:
     def _is_real(self) -> Tensor:
         return self._rows < self._num_real
 
-    def begin_backward(self) -> None:
-        """Refuse a loss over more rows than those of the pass."""
-        if take_mean_was_used():
-            raise BadInput("unison.batch_mean in a recorded pass: return one loss per row instead")
-
     def coefficients(
         self, batch: PhysicalBatch, part: Part, norms: Mapping[str, SampleNorms]
     ) -> tuple[Mapping[str, Tensor], Grid]:
         """Return a coefficient per row for each parameter, and the grid of shares."""
+        if self.mean_was_used:  # over more rows than those of the pass
+            raise BadInput("unison.batch_mean in a recorded pass: return one loss per row instead")
         table = NormTable.of(norms, part.num_rows)
         total = table.total()
         self.norms.copy_(total.squared.clamp(min=0).sqrt())
@@ -444,7 +434,7 @@ class RecordedPass:
         recorded.check(batch, grid)
         if current.is_last:
             training.check_trained()
-            training.open_release(running)
+            training.open_release(running, size)
         recorded.replay(batch, current.num_samples, grid)
         running.norms.append(recorded.norms[: current.num_samples].clone())
         first = current.first_position
@@ -455,20 +445,18 @@ class RecordedPass:
             own = recorded.added(grid_of(release, size), is_first=running.next_pass == 0)
         running.next_pass += 1
         if current.is_last:
-            self._release(running, current.logical_size, own)
+            self._release(running, own)
         return recorded.loss.clone()
 
-    def _release(
-        self, running: "LogicalBatch", num_samples: int, own: Mapping[str, tuple[Tensor, Tensor]]
-    ) -> None:
+    def _release(self, running: "LogicalBatch", own: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Noise, division, `.grad`; and the optimizer's step, if that is asked for."""
-        training, step = self._training, self._step
-        terms = training.terms(running, num_samples)
+        training, step, terms = self._training, self._step, running.terms
+        assert terms is not None
         if step is not None and step.has_begun:
             gradients = self._by_graph(step, own, terms)
         else:
             gradients = private_gradients(training.owner, own, terms)
-        training.release(running, num_samples, gradients)
+        training.release(running, gradients)
         if step is not None:
             if not step.has_begun:
                 training.optimizer.step()

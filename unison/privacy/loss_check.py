@@ -118,7 +118,6 @@ class LossCheck:
 
     Attributes:
         num_checks: How often a loss was run again.
-        has_terms: Whether the loss of this pass has terms that do not depend on data.
     """
 
     def __init__(
@@ -140,7 +139,6 @@ class LossCheck:
         self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
         self._pending: list[tuple[Callable[[], Tensor], Operation, str]] = []
         self.num_checks = 0
-        self.has_terms = False
 
     def begin(self, num_samples: int, *, is_sum: bool = False) -> None:
         """Begin a pass over so many samples.
@@ -152,11 +150,10 @@ class LossCheck:
         self._is_mean = self._says_mean and not is_sum
         self._rows = replace(self._rows, num_units=num_samples)
         self._pending.clear()
-        self.has_terms = False
 
     def judge(
         self, tape: LossRecorder, loss: Tensor, path: dict[int, Operation], gradient: Any = None
-    ) -> None:
+    ) -> bool:
         """Make sure that the gradient of each row depends on that row alone.
 
         Args:
@@ -164,6 +161,9 @@ class LossCheck:
             loss: What is sent back.
             path: The operations that lead to it, by place, last first.
             gradient: What is sent back in the place of 1, as the tape stores it.
+
+        Returns:
+            Whether the loss has terms that do not depend on data.
 
         Raises:
             UnsupportedOperation: It does not, or nobody can tell.
@@ -233,7 +233,7 @@ class LossCheck:
                 _refuse_items(program)
                 self._check(program, loss)
             self._taken[program.kind] = rows.num_rows, numbers
-        self.has_terms = bool(program.terms)
+        return bool(program.terms)
 
     def finish(self) -> None:
         """Read the answers that had to wait for the device.

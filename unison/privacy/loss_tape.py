@@ -232,7 +232,8 @@ class LossRecorder(TorchFunctionMode):
 
     Args:
         judge: Called with the recorder, the loss, the path to it and what is sent back in the place
-            of 1, before gradients flow; it raises if the loss couples rows.
+            of 1, before gradients flow; it raises if the loss couples rows, and returns whether it
+            has terms that do not depend on data.
         before_write: Called before values of records are written to a tensor that held none; it
             raises if that is saved with a model.
         before_grad: Called with the tensors whose gradients torch.autograd.grad is asked for; it
@@ -241,6 +242,7 @@ class LossRecorder(TorchFunctionMode):
     Attributes:
         number: Of the pass, counting from 1.
         is_judged: Whether the loss of the pass was judged.
+        has_terms: Whether it has terms that do not depend on data.
         is_open: Whether the tape is being written.
         operations: What the user's code did.
         roots: Where data enters, by slot: a tensor of the batch, or an output of the module, as it
@@ -265,7 +267,7 @@ class LossRecorder(TorchFunctionMode):
 
     def __init__(
         self,
-        judge: Callable[..., None],
+        judge: Callable[..., bool],
         before_write: Callable[[Tensor], None],
         before_grad: Callable[[list[Any]], None],
     ) -> None:
@@ -273,7 +275,7 @@ class LossRecorder(TorchFunctionMode):
         self._judge, self._before_outside_write = judge, before_write
         self._before_grad = before_grad
         self.number, self.has_read = 0, False
-        self.is_judged = self.is_open = False
+        self.is_judged = self.is_open = self.has_terms = False
         self._is_on = self._is_left = self._is_over = False
         self._num_suspended = 0
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -304,7 +306,7 @@ class LossRecorder(TorchFunctionMode):
         self.unknown_inputs: list[Tensor] = []
         self.memory: dict[int, int] = {}
         self.is_open = True
-        self.is_judged = self.has_hooks = False
+        self.is_judged = self.has_terms = self.has_hooks = False
         self._num_suspended = 0
         self._is_left = self._is_over = False
         leaves = tree_leaves(batch)
@@ -446,7 +448,7 @@ class LossRecorder(TorchFunctionMode):
                     memory.update(self.memory[ref] for ref in operation.refs if ref in self.memory)
             if any(edges and slot in made_of for slot, edges in self.edges.items()):
                 gradient = args[0] if args else kwargs.get("gradient")
-                self._judge(self, loss, path, mapped(self._stored, gradient))
+                self.has_terms = self._judge(self, loss, path, mapped(self._stored, gradient))
                 self.is_judged = is_loss = True
                 self._close()
         func(loss, *args, **kwargs)
@@ -459,7 +461,7 @@ class LossRecorder(TorchFunctionMode):
 
     def slot_of(self, value: Any) -> int | None:
         """The slot of a tensor or number of this pass, or `EARLIER`; None if not made of data."""
-        if isinstance(value, FollowedNumber):
+        if isinstance(value, _NUMBERS):
             is_own = value.recorder() is self and value.pass_number == self.number
             return value.slot if is_own else EARLIER
         found = self._slots.get(id(value))
@@ -505,7 +507,7 @@ class LossRecorder(TorchFunctionMode):
         if handling is Handling.WRITE or kwargs.get("out") is not None:
             self._before_write(kwargs.get("out", args[0] if args else None))
         stored: tuple[tuple, dict[str, Any]] = mapped(self._stored, (args, kwargs))
-        if any(isinstance(leaf, FollowedNumber | PublicNumber) for leaf in given):
+        if any(isinstance(leaf, (*_NUMBERS, PublicNumber)) for leaf in given):
             args, kwargs = mapped(_plain, (args, kwargs))
         result = func(*args, **kwargs)
         if is_hidden:
@@ -677,14 +679,6 @@ def refuse_unseen() -> None:
 # --- numbers --------------------------------------------------------------------------------------
 
 
-class FollowedNumber:
-    """A Python number read from data; arithmetic with it is still on the tape."""
-
-    pass_number: int
-    slot: int
-    recorder: "weakref.ref[LossRecorder]"
-
-
 def _two(func: Callable[[Any, Any], Any], is_swapped: bool) -> Callable[[Any, Any], Any]:
     def run(self: Any, other: Any) -> Any:
         args = (other, self) if is_swapped else (self, other)
@@ -721,7 +715,11 @@ def _refuse_scheduler() -> None:
         frame = frame and frame.f_back
 
 
-def _number_type(base: type) -> type:
+def _number_type(base: type) -> Any:
+    """A Python number read from data; arithmetic with it is still on the tape.
+
+    It has `pass_number`, `slot` and a weak reference to its `recorder`.
+    """
     names = ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")
     methods: dict[str, Any] = {"__reduce__": lambda self: (base, (base(self),))}
     for name in (*names, "lt", "le", "gt", "ge", "eq", "ne"):
@@ -730,15 +728,16 @@ def _number_type(base: type) -> type:
         methods[f"__r{name}__"] = _two(getattr(operator, name), is_swapped=True)
     methods["__hash__"] = base.__hash__
     methods["__float__"] = _as_float
-    return type(base.__name__, (base, FollowedNumber), methods)
+    return type(base.__name__, (base,), methods)
 
 
 _Float, _Int = _number_type(float), _number_type(int)
-_FOLLOWED = (Tensor, FollowedNumber)
+_NUMBERS = (_Float, _Int)
+_FOLLOWED = (Tensor, *_NUMBERS)
 
 
 def _followed(value: float, recorder: LossRecorder, slot: int) -> Any:
-    made: Any = (_Float if isinstance(value, float) else _Int)(value)
+    made = (_Float if isinstance(value, float) else _Int)(value)
     made.pass_number, made.slot, made.recorder = recorder.number, slot, weakref.ref(recorder)
     return made
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +31,14 @@ from unison.parallel import (
     find_shared,
     private_trainings,
 )
-from unison.privacy.attachment import Attachment, RunningPass
+from unison.privacy.attachment import Attachment, RunningPart, RunningPass, Summands
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.graph import GraphedPass, LossOf
-from unison.privacy.inputs import PublicTerms
 from unison.privacy.learning import ClippingSettings
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_check import LossCheck
-from unison.privacy.loss_tape import FollowedNumber, LossRecorder, memory_of, refuse_unseen
+from unison.privacy.loss_tape import LossRecorder, memory_of, refuse_unseen
 from unison.privacy.mechanism import (
     CLIP_RULES,
     Mechanism,
@@ -120,7 +119,7 @@ class LogicalBatch:
         next_pass: Number of the pass that comes next.
         norms: Of this rank's samples before clipping [samples], by part of a pass.
         positions: Where they stand in the logical batch [samples].
-        key: Of its noise, once the ledger holds its intent.
+        terms: On which it is released, once the ledger holds its intent; its noise's key is there.
     """
 
     release: Release
@@ -129,34 +128,15 @@ class LogicalBatch:
     next_pass: int = 0
     norms: list[Tensor] = field(default_factory=list)
     positions: list[Tensor] = field(default_factory=list)
-    key: Key | None = None
-
-
-class StepObserver(Protocol):
-    """Sees what a private step is made of, as it is made; `unison.verify` writes it down."""
-
-    def see_pass(self, sums: RunningPass, make_sums: MakeSums, grid: Grid) -> MakeSums:
-        """Look at a pass whose coefficients are known; returns what makes its sums."""
-        ...
-
-    def see_totals(
-        self, totals: Sequence[tuple[ShardedParam, Tensor]], grid: Grid, terms: ReleaseTerms
-    ) -> None:
-        """Look at the sums over all ranks, before they get noise; integers on the grid."""
-        ...
-
-    def see_noisy(
-        self, gradients: Iterable[tuple[ShardedParam, Tensor]]
-    ) -> Iterable[tuple[ShardedParam, Tensor]]:
-        """Look at private gradients as they are made; returns them."""
-        ...
+    terms: ReleaseTerms | None = None
 
 
 class PrivateTraining:
     """Couples a module, its optimizer and its loader; see `PrivacyEngine.make_private`.
 
     Attributes:
-        observer: Who looks at each step's quantities; None for nobody.
+        observer: Who looks at each step's quantities as they are made, by `see_pass`, `see_totals`
+            and `see_noisy` (`Tracer` in verify/trace.py); None for nobody.
         recorder: Follows the user's loss.
     """
 
@@ -188,7 +168,7 @@ class PrivateTraining:
         self._uncommitted: int | None = None
         self._is_taken = False  # the step of the last release, by a graph
         self._has_warned = False
-        self.observer: StepObserver | None = None
+        self.observer: Any = None
         self._loss_check = LossCheck(
             batch_dim=settings.batch_dim,
             rows_per_sample=settings.rows_per_sample,
@@ -205,7 +185,6 @@ class PrivateTraining:
             lambda inputs: (own := before_grad()) and own(inputs),
         )
         self._watched = [module]  # must not hold values of records
-        self._public_terms = PublicTerms(owner, self._loss_check)
         self._attachment = Attachment(
             module,
             settings,
@@ -213,7 +192,6 @@ class PrivateTraining:
             dealing=dealing,
             training=self,
             recorder=self.recorder,
-            public_terms=self._public_terms,
         )
         loader.training = self
         self._handles = [
@@ -335,10 +313,10 @@ class PrivateTraining:
             return False
         self._attachment.drop_pass()
         self.owner.drop()
-        self._public_terms.drop()
+        self._attachment.public_terms.clear()
         self.mechanism.abandon()
         self._batch = None
-        return running.key is None  # else the ledger has counted it: it is not drawn twice
+        return running.terms is None  # else the ledger has counted it: it is not drawn twice
 
     def running(self, batch: PhysicalBatch) -> LogicalBatch:
         """The logical batch that a pass belongs to, which must be the next one of it."""
@@ -385,13 +363,13 @@ class PrivateTraining:
 
     def begin_sums(self, sums: RunningPass) -> None:
         """Before a second backward pass over a sharded module: add sums as they are complete."""
-        plan = self._dealing.plan
         if self.owner.num_places > 1:
-            assert plan is not None
             self._open(sums)
-            granules = [part.granule for part in self._dealing.parts]
-            make_sums, dtype = self._maker_of(sums)
-            self.owner.begin(make_sums, plan, granules, dtype, sums.is_complete)
+            parts = sums.parts.values()
+            self.owner.begin(
+                *self._summands(sums),
+                lambda names: all(part.clipping.is_complete(names) for part in parts),
+            )
 
     def _open(self, sums: RunningPass) -> LogicalBatch:
         """Let a pass be added; with the last one of a logical batch, that counts from here on.
@@ -401,48 +379,48 @@ class PrivateTraining:
         """
         running = self.running(sums.batch)
         self._loss_check.finish()
-        if sums.batch.is_last and running.key is None:
-            self.open_release(running)
+        if sums.batch.is_last and running.terms is None:
+            self.open_release(running, sums.batch.logical_size)
         return running
 
-    def _maker_of(self, sums: RunningPass) -> tuple[MakeSums, torch.dtype]:
-        """What makes a pass's sums, the pass itself or an observer around it, and their dtype."""
-        if sums.maker is None:
+    def _summands(self, sums: RunningPass) -> Summands:
+        """What makes a pass's sums, by itself or with an observer around it; and what they are."""
+        if sums.summands is None:
             grid = grid_of(self.running(sums.batch).release, sums.batch.logical_size)
-            make_sums: MakeSums = partial(sums.make_sums, grid)
+            make_sums: MakeSums = partial(_make_sums, sums.parts, grid)
             if self.observer is not None:
                 make_sums = self.observer.see_pass(sums, make_sums, grid)
-            sums.maker = make_sums, grid.dtype
-        return sums.maker
+            assert self._dealing.plan is not None
+            sums.summands = make_sums, self._dealing.plan, [*sums.parts], grid.dtype
+        return sums.summands
 
     def add_sums(self, sums: RunningPass) -> None:
         """Add a pass's sums; after the last one of a logical batch, release it."""
-        batch, plan = sums.batch, self._dealing.plan
-        assert plan is not None
-        running = self._open(sums)
+        batch, running = sums.batch, self._open(sums)
         # Where a pass is all there is of its logical batch, nothing is to be added.
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            granules = [part.granule for part in self._dealing.parts]
-            make_sums, dtype = self._maker_of(sums)
-            self.owner.add(make_sums, plan, granules, dtype)
+            self.owner.add(*self._summands(sums))
         running.next_pass += 1
         if batch.is_last:
-            terms = self.terms(running, batch.logical_size)
+            assert running.terms is not None
             observer = self.observer
             seen = None if observer is None else observer.see_totals
-            gradients = private_gradients(self.owner, own, terms, on_totals=seen)
+            gradients = private_gradients(self.owner, own, running.terms, on_totals=seen)
             gradients = gradients if observer is None else observer.see_noisy(gradients)
-            self.release(running, batch.logical_size, gradients)
+            self.release(running, gradients)
         elif running.rates != [group.get("lr") for group in self.optimizer.param_groups]:
             self._warn_of_scheduler()
 
-    def open_release(self, running: LogicalBatch) -> None:
-        """Count a logical batch, before anything of its noise is drawn."""
+    def open_release(self, running: LogicalBatch, num_samples: int) -> None:
+        """Count a logical batch of so many samples, before anything of its noise is drawn."""
         self._key.check_process()  # the ledger's file is the parent's, if this is a fork
-        self.ledger.intend(running.release)
-        running.key = self._clock.advance(running.release.step)
+        release = running.release
+        self.ledger.intend(release)
+        key = self._clock.advance(release.step)
+        divisor = release.expected_batch_size if self._loss_reduction == "mean" else 1.0
+        running.terms = ReleaseTerms(key, release, divisor, num_samples)
 
     def record(self, loss_of: LossOf, example: Sequence[Tensor]) -> GraphedPass:
         """Record a pass; see `PrivacyEngine.capture_graph`."""
@@ -497,41 +475,34 @@ class PrivateTraining:
         finally:
             self.recorder.resume()
 
-    def terms(self, running: LogicalBatch, num_samples: int) -> ReleaseTerms:
-        """On which terms a logical batch is released, once its intent is written."""
-        assert running.key is not None
-        release = running.release
-        divisor = release.expected_batch_size if self._loss_reduction == "mean" else 1.0
-        return ReleaseTerms(running.key, release, divisor, num_samples)
-
     def release(
-        self,
-        running: LogicalBatch,
-        num_samples: int,
-        gradients: Iterable[tuple[ShardedParam, Tensor]],
+        self, running: LogicalBatch, gradients: Iterable[tuple[ShardedParam, Tensor]]
     ) -> None:
         """Put private gradients where the optimizer finds them; the logical batch is over.
 
         Args:
             running: The logical batch.
-            num_samples: How many samples it has.
             gradients: Of everything that this rank owns, with noise, divided.
         """
-        release, self._batch, self._is_taken = running.release, None, False
-        assert running.key is not None
+        terms, release, public = running.terms, running.release, self._attachment.public_terms
+        self._batch, self._is_taken = None, False
+        assert terms is not None
         give(gradients, self._given)
-        self._public_terms.add(self.owned)
-        self._last, running.num_samples = running, num_samples
+        for owned in self.owned if public else ():
+            if owned.name in public:
+                assert owned.parameter.grad is not None
+                owned.parameter.grad.add_(public.pop(owned.name))
+        self._last, running.num_samples = running, terms.num_samples
         self._uncommitted = release.step
         fraction = None
-        if self.mechanism.adaptive is not None:
+        if release.count_noise_multiplier is not None:
             below = torch.cat(running.norms) <= release.max_grad_norm
             # A multiple of one half, which float64 adds exactly over ranks.
             statistic = self.owner.ranks.sum_(below.double().sub(0.5).sum().view(1))
-            noisy = noisy_count(float(statistic), key=running.key, release=release)
+            noisy = noisy_count(float(statistic), key=terms.key, release=release)
             fraction = noisy_fraction(noisy, release.expected_batch_size)
         self.mechanism.finish(release.step, noisy_fraction=fraction)
-        running.key = None
+        running.terms = None  # and with them the key
 
     # --- the optimizer ---------------------------------------------------------------------------
 
@@ -552,7 +523,7 @@ class PrivateTraining:
         require_given(self._parameters, self._given)
         for group in optimizer.param_groups:
             for name, value in group.items():
-                if isinstance(value, FollowedNumber) or self.recorder.slot_of(value) is not None:
+                if self.recorder.slot_of(value) is not None:
                     raise BadInput(
                         f"the optimizer's {name} was made of numbers read from private batches, "
                         "which no noise covers; use a schedule, or unison.public(value) if it is "
@@ -709,6 +680,25 @@ class PrivateTraining:
             self.loader.renew(self._key)
             self.ledger.session = replace(self.ledger.session, key_commitment=None)
         self.ledger.renew(self.mechanism, step=self.loader.next_step, key_origin=self._key.origin)
+
+
+def _make_sums(
+    parts: Mapping[int, RunningPart],
+    grid: Grid,
+    granule: int,
+    names: Sequence[str],
+    before: Sequence[Tensor | None] | None,
+) -> list[Tensor | None]:
+    """Return this rank's clipped sums of these parameters on a grid; see `MakeSums`.
+
+    Sums are integers, which add without rounding: over granules, passes and ranks they are the same
+    in any order, and emptying a record changes what it changes in that record's own rows.
+    """
+    part = parts[granule]
+    assert part.coefficients is not None
+    totals = dict(zip(names, before or [None] * len(names), strict=True))
+    part.clipping.add_on_grid(part.coefficients, totals, grid)
+    return list(totals.values())
 
 
 def refuse_accumulation() -> None:

@@ -304,7 +304,7 @@ class Tracer:
         with _unseen():
             self._see_part("gradients after reduction", self._by_piece[id(piece)], part)
 
-    # --- `StepObserver` of private training ------------------------------------------------------
+    # --- observer of private training ------------------------------------------------------------
 
     def see_pass(self, sums: Any, make_sums: MakeSums, grid: Any) -> MakeSums:
         """See a pass whose coefficients are known; returns what makes its sums."""
