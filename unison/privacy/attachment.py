@@ -400,7 +400,7 @@ class Attachment:
                 f"{name} would write down what the engine does beside what the module does: call "
                 "module.eval() or use torch.no_grad() around it, or give it copy.deepcopy(module)"
             )
-        self._recorder.enter_module(args, kwargs)
+        self._recorder.suspend((args, kwargs))
         if not is_trained:
             return
         if self._training is None:
@@ -598,7 +598,7 @@ class Attachment:
                 gated = gate(output, partial(self._on_backward, ref(self), (args, kwargs)))
         # What is exported has no values, and is nothing that the user's loss is made of.
         is_seen = tracer() in (None, "torch.jit.trace")
-        self._recorder.leave_module(gated if is_seen else None, is_trained=gated is not output)
+        self._recorder.resume(gated if is_seen else None, is_trained=gated is not output)
         return gated
 
     # --- backward --------------------------------------------------------------------------------

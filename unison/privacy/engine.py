@@ -38,7 +38,7 @@ from unison.privacy.graph import LossOf, RecordedPass
 from unison.privacy.learning import ClippingSettings
 from unison.privacy.ledger import DataSalt, Ledger, commit_to_data
 from unison.privacy.ledger_file import Session
-from unison.privacy.loader import PrivateLoader, RowShape, RowShapes
+from unison.privacy.loader import PrivateLoader, RowShape
 from unison.privacy.mechanism import CLIP_RULES, AdaptiveClipping, Mechanism, Release, Schedule
 from unison.privacy.sampling import (
     BatchDealer,
@@ -264,9 +264,9 @@ class PrivacyEngine:
                 granule=granule or 1,
                 rows_per_record=rows_per_sample,
                 device=batch_device,
+                row_shape=row_shape,
+                padding_row=padding_row,
             )
-            padding = None if padding_row is None else loader.collate_fn([padding_row])
-            loader.rows = RowShapes(row_shape, padding)
             compiled = check_compile(compile, backend)
             device = owner.params[0].parameter.device if owner.params else torch.device("cpu")
             ledger = open_on_ranks(
@@ -277,7 +277,7 @@ class PrivacyEngine:
                 Session(
                     key_origin=key.origin,
                     key_commitment=key_commitment,
-                    unit=loader.rows.unit,
+                    unit=loader.layout.unit,
                     rows_per_sample=rows_per_sample,
                     sampling_source="unison",
                     num_records=len(loader.dataset),  # type: ignore[arg-type]
@@ -305,7 +305,7 @@ class PrivacyEngine:
                     rows_per_sample,
                     usual_batch_size(sampling, len(loader.dataset)),  # type: ignore[arg-type]
                     key.child("draws"),
-                    padding,
+                    loader.padding,
                 ),
                 key=key,
                 mechanism=mechanism,

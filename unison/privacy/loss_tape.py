@@ -336,35 +336,35 @@ class LossRecorder(TorchFunctionMode):
             self.remove()
             self._is_over = True
 
-    def suspend(self) -> None:
+    def suspend(self, given: Any = ()) -> None:
         """Pause recording while the module, or the optimizer, runs: it is checked elsewhere.
 
         One that does not record is not paused: `resume` must not put it back between batches.
+
+        Args:
+            given: What the private module is called with.
         """
-        self._num_suspended += self._is_on or self._num_suspended > 0
-        self._switch(is_on=False)
-
-    def resume(self) -> None:
-        """Go on recording after `suspend`."""
-        if self._num_suspended:
-            self._num_suspended -= 1
-            if not self._num_suspended and not self._is_over:
-                self._switch(is_on=True)
-
-    def enter_module(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Note what the private module is called with, and pause."""
-        for leaf in tree_leaves((args, kwargs)) if self.is_open else ():
+        for leaf in tree_leaves(given) if self.is_open else ():
             if isinstance(leaf, Tensor):
                 slot = self.slot_of(leaf)
                 if slot is None or slot == EARLIER:
                     self.unknown_inputs.append(leaf)
                 else:
                     self.inputs.add(slot)
-        self.suspend()
+        self._num_suspended += self._is_on or self._num_suspended > 0
+        self._switch(is_on=False)
 
-    def leave_module(self, output: Any, *, is_trained: bool) -> None:
-        """Go on recording, with the module's outputs (None if it raised)."""
-        self.resume()
+    def resume(self, output: Any = (), *, is_trained: bool = False) -> None:
+        """Go on recording after `suspend`.
+
+        Args:
+            output: What the private module returned.
+            is_trained: Whether gradients of it become private ones.
+        """
+        if self._num_suspended:
+            self._num_suspended -= 1
+            if not self._num_suspended and not self._is_over:
+                self._switch(is_on=True)
         for leaf in tree_leaves(output) if self.is_open else ():
             if isinstance(leaf, Tensor) and self.slot_of(leaf) in (None, EARLIER):
                 slot = self._slot_for(leaf)

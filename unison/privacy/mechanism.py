@@ -443,13 +443,20 @@ class Mechanism:
         """
         if self._current is not None and self._current.step == step:
             return self._current
-        sigma = self._value("noise_multiplier", step)
+        values: dict[str, float] = {}
+        for name, setting in self._settings.items():
+            value = values[name] = float(setting(step) if callable(setting) else setting)
+            if callable(setting) and not (math.isfinite(value) and value > 0):
+                raise BadInput(
+                    f"the schedule of {name}, {describe(setting)}, must give values above 0, found "
+                    f"{value!r} at step {step}"
+                )
+        num_rounded = self._constants["rounded_elements"]
         return Release(
             step=step,
-            noise_multiplier=sigma,
-            max_grad_norm=self._value("max_grad_norm", step),
             count_noise_multiplier=self._adaptive and self._adaptive.count_noise_multiplier,
-            sensitivity_factor=sensitivity_factor(sigma, self._constants["rounded_elements"]),
+            sensitivity_factor=sensitivity_factor(values["noise_multiplier"], num_rounded),
+            **values,
             **self._constants,
         )
 
@@ -617,19 +624,6 @@ class Mechanism:
         except BadInput:
             self._settings = before
             raise
-
-    def _value(self, name: str, step: int) -> float:
-        """A setting at a step, checked where a schedule gave it."""
-        setting = self._settings[name]
-        if not callable(setting):
-            return float(setting)
-        value = float(setting(step))
-        if not (math.isfinite(value) and value > 0):
-            raise BadInput(
-                f"the schedule of {name}, {describe(setting)}, must give values above 0, found "
-                f"{value!r} at step {step}"
-            )
-        return value
 
 
 # ---- clip rules ----------------------------------------------------------------------------------
