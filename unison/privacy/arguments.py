@@ -73,26 +73,29 @@ def check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter])
             "every call would release the batch again, and be spent again. Use an optimizer of "
             "first order that steps without one, such as SGD or AdamW"
         )
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    missing = [name for name, each in trainable.items() if id(each) not in held]
+    missing, others = held_otherwise(optimizer, trainable)
     if missing:
         raise BadInput(
             f"the optimizer does not have {_listed(missing)}: they would take part in clipping and "
             "never be trained. Give them to it, or freeze them with requires_grad_(False)"
         )
-    known = {id(each) for each in trainable.values()}
-    others = [
-        tuple(each.shape)
-        for group in optimizer.param_groups
-        for each in group["params"]
-        if id(each) not in known and each.requires_grad
-    ]
     if others:
         raise BadInput(
             f"the optimizer has {len(others)} parameters that are not the module's (shapes "
             f"{others[:3]}): they would be trained without privacy. Build it from "
             "module.parameters()"
         )
+
+
+def held_otherwise(
+    optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]
+) -> tuple[list[str], list[list[int]]]:
+    """Return names of parameters that an optimizer lacks, and shapes of others that it trains."""
+    names = {id(each): name for name, each in trainable.items()}
+    held = [each for group in optimizer.param_groups for each in group["params"]]
+    others = [list(each.shape) for each in held if id(each) not in names and each.requires_grad]
+    held_ids = set(map(id, held))
+    return [name for key, name in names.items() if key not in held_ids], others
 
 
 def check_public_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from unison.capture.tracked import ParamRegistry
 from unison.clip import Clipping, Learned, Plan
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
-from unison.parallel import MakeSums, ParallelAdapter, private_trainings
+from unison.parallel import MakeSums, private_trainings
 from unison.privacy.arguments import refuse_gradient
 from unison.privacy.compiled import CompiledPasses
 from unison.privacy.inputs import (
@@ -47,7 +47,7 @@ from unison.privacy.inputs import (
 )
 from unison.privacy.learning import ClippingSettings, Learning
 from unison.privacy.loss_check import label_check
-from unison.privacy.loss_tape import EARLIER, LossRecorder, refuse_unseen
+from unison.privacy.loss_tape import EARLIER, OTHER_ROWS, LossRecorder, refuse_unseen
 from unison.privacy.sampling import (
     BatchDealer,
     Part,
@@ -201,27 +201,19 @@ class Attachment:
     evaluation mode and without gradients nothing is captured.
 
     Args:
-        module: The user's module.
+        training: Knows the user's module, the batch in his hands and his loss; decides the
+            coefficients, and takes the clipped sums.
         settings: How clipping is computed.
-        owner: Who holds the module's parameters.
-        dealing: What the rows of the batch in the user's hands are.
-        training: Knows that batch, decides the coefficients, and takes the clipped sums.
-        recorder: Follows the user's loss.
+        dealing: What the rows of that batch are.
 
     Attributes:
         public_terms: Gradients of terms of the logical batch's loss that do not depend on data.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        settings: ClippingSettings,
-        *,
-        owner: ParallelAdapter,
-        dealing: BatchDealer,
-        training: "PrivateTraining",
-        recorder: LossRecorder,
+        self, training: "PrivateTraining", settings: ClippingSettings, dealing: BatchDealer
     ) -> None:
+        module, owner = training.module, training.owner
         self.module, self.settings = module, settings
         self.params = ParamRegistry(module)
         self._inputs_of = partial(inputs_of, dim=settings.batch_dim, rows=settings.rows_per_sample)
@@ -229,7 +221,7 @@ class Attachment:
         self.plan: Plan | None = None
         self._training: PrivateTraining | GraphedPass | None = training
         self._pass: RunningPass | None = None
-        self._recorder = recorder
+        self._recorder = training.recorder
         self.public_terms: dict[str, Tensor] = {}
         self._without_grad: set[int] = set()  # parameters that had none before such a term's
         self._follows_loss = True
@@ -454,10 +446,6 @@ class Attachment:
             UnsupportedOperation: They were made of the batch in a way that cannot be followed.
         """
         own, others = self._recorder, [each.recorder for each in private_trainings]
-        remedy = (
-            "Train on the batches of the loader that make_private returned for this module; for "
-            "anything else call module.eval() or use torch.no_grad()"
-        )
         for leaf in tree_leaves((args, kwargs)):
             if not isinstance(leaf, Tensor):
                 continue
@@ -470,7 +458,7 @@ class Attachment:
                 raise BadInput(
                     f"a tensor of shape {list(leaf.shape)} that the module is given {whose}: these "
                     "rows were not drawn for this step, and the ledger would say otherwise. "
-                    + remedy
+                    + OTHER_ROWS
                 )
             if slot is None and own.hidden and own.meets_hidden([leaf]):
                 raise UnsupportedOperation(

@@ -24,7 +24,7 @@ module (`unison.capture.separation`); how many labels count is a matter of every
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -36,6 +36,7 @@ from unison.errors import UnsupportedOperation
 from unison.privacy.loss_program import (
     ARITHMETIC,
     FLOAT64_TOLERANCE,
+    SUBSTITUTES,
     Gradients,
     Program,
     RecordLayout,
@@ -52,6 +53,7 @@ from unison.privacy.loss_program import (
 )
 from unison.privacy.loss_tape import (
     EARLIER,
+    OTHER_ROWS,
     LossRecorder,
     Operation,
     PublicNumber,
@@ -114,7 +116,6 @@ class LossCheck:
         rows_per_sample: Rows that belong to one record.
         rechecks: Whether known paths are checked again at passes 2, 4, 8, ….
         is_mean: Whether the loss is said to be a mean of rows' losses, else a sum.
-        substitutes: Functions that must not run again, each with what runs in its place.
 
     Attributes:
         num_checks: How often a loss was run again.
@@ -124,12 +125,11 @@ class LossCheck:
         self,
         *,
         batch_dim: int,
-        rows_per_sample: int = 1,
-        rechecks: bool = True,
-        is_mean: bool = True,
-        substitutes: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
+        rows_per_sample: int,
+        rechecks: bool,
+        is_mean: bool,
     ) -> None:
-        self._rechecks, self._substitutes = rechecks, substitutes or {}
+        self._rechecks = rechecks
         self._says_mean = self._is_mean = is_mean
         self._rows = RecordLayout(1, rows_per_sample, batch_dim)
         # Of each path: rows and numbers when it was taken last; rows and numbers when it was
@@ -171,7 +171,7 @@ class LossCheck:
         slot = tape.slot_of(loss)
         assert slot is not None
         rows = self._rows
-        program = Program(tape, slot, path, gradient, rows, self._substitutes)
+        program = Program(tape, slot, path, gradient, rows)
         states = [each for each in path.values() if EARLIER in each.refs][::-1]
         if states or (type(gradient) is SlotRef and gradient.slot == EARLIER):
             _refuse(
@@ -190,8 +190,7 @@ class LossCheck:
                 "neither what the module was given nor the loss is made of the batch that the "
                 "loader handed out last: these rows were not drawn for this step, and the ledger "
                 "would say otherwise",
-                "Train on the batches of the loader that make_private returned for this module; "
-                "for anything else call module.eval() or use torch.no_grad()",
+                OTHER_ROWS,
             )
         mixed: set[int] = set()  # what holds more than rows of this batch, as they are
         for each in tape.operations:
@@ -500,7 +499,7 @@ class LossCheck:
         rows, roots = self._rows, program.tape.roots
         if not unit or num_before == rows.num_rows:
             return
-        if any(each.func in self._substitutes for each in program.path.values()):
+        if any(each.func in SUBSTITUTES for each in program.path.values()):
             return  # batch_mean divides by the rows of all ranks, which is its own affair
         is_explained = len(program.numbers) == len(numbers) and all(
             a == b or a * rows.num_rows == b * num_before

@@ -141,6 +141,10 @@ def handling_of(func: Any) -> tuple[Handling, str]:
     return Handling.OPERATION, name
 
 
+OTHER_ROWS = (  # what to do with rows that are not the loader's
+    "Train on the batches of the loader that make_private returned for this module; for anything "
+    "else call module.eval() or use torch.no_grad()"
+)
 EARLIER = -1  # the slot of what an earlier pass made of its data
 
 

@@ -31,6 +31,7 @@ from unison.parallel import (
     find_shared,
     private_trainings,
 )
+from unison.privacy.arguments import held_otherwise
 from unison.privacy.attachment import Attachment, RunningPart, RunningPass, Summands
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.graph import GraphedPass, LossOf
@@ -55,13 +56,7 @@ from unison.privacy.noise import (
     private_gradients,
     require_given,
 )
-from unison.privacy.sampling import (
-    BatchDealer,
-    Part,
-    PhysicalBatch,
-    batch_mean,
-    local_batch_mean,
-)
+from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch
 from unison.rng import Key, NoiseClock
 from unison.torch_internals import is_recording, saved_buffers
 
@@ -174,7 +169,6 @@ class PrivateTraining:
             rows_per_sample=settings.rows_per_sample,
             rechecks=settings.recheck,
             is_mean=loss_reduction == "mean",
-            substitutes={batch_mean: local_batch_mean},
         )
         # Of the recorder, which must not keep this object: what is detached is freed at once.
         before_write = weakref.WeakMethod(self._before_write)
@@ -185,14 +179,7 @@ class PrivateTraining:
             lambda inputs: (own := before_grad()) and own(inputs),
         )
         self._watched = [module]  # must not hold values of records
-        self._attachment = Attachment(
-            module,
-            settings,
-            owner=owner,
-            dealing=dealing,
-            training=self,
-            recorder=self.recorder,
-        )
+        self._attachment = Attachment(self, settings, dealing)
         loader.training = self
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -357,8 +344,6 @@ class PrivateTraining:
             own = {key: each.where(is_real, 0.0) for key, each in own.items()}
         running.norms.append(norms_of_rows)
         running.positions.append(part.positions)
-        if len(own) == 1:
-            return dict.fromkeys(by_name, *own.values()), grid
         return {name: own[id(each)] for name, each in by_name.items()}, grid
 
     def begin_sums(self, sums: RunningPass) -> None:
@@ -405,10 +390,9 @@ class PrivateTraining:
         running.next_pass += 1
         if batch.is_last:
             assert running.terms is not None
-            observer = self.observer
-            seen = None if observer is None else observer.see_totals
-            gradients = private_gradients(self.owner, own, running.terms, on_totals=seen)
-            gradients = gradients if observer is None else observer.see_noisy(gradients)
+            gradients = private_gradients(self.owner, own, running.terms, self.observer)
+            if self.observer is not None:
+                gradients = self.observer.see_noisy(gradients)
             self.release(running, gradients)
         elif running.rates != [group.get("lr") for group in self.optimizer.param_groups]:
             self._warn_of_scheduler()
@@ -557,18 +541,14 @@ class PrivateTraining:
         Raises:
             BadInput: Naming a parameter of the module, or the shape of one that is not.
         """
-        names = {id(each): name for name, each in self._parameters.items()}
-        now = [each for group in self.optimizer.param_groups for each in group["params"]]
-        others = [each for each in now if id(each) not in names and each.requires_grad]
+        missing, others = held_otherwise(self.optimizer, self._parameters)
         if others:
             raise BadInput(
-                f"the optimizer has a parameter of shape {list(others[0].shape)} that make_private "
+                f"the optimizer has a parameter of shape {others[0]} that make_private "
                 "did not see: it would be trained on gradients that are neither clipped nor "
                 "noised. Put it into the module and call make_private after that, or give it to "
                 "another optimizer that never sees private records"
             )
-        held = set(map(id, now))
-        missing = [name for key, name in names.items() if key not in held]
         if missing:
             raise BadInput(
                 f"the optimizer has lost {missing[0]} since make_private: it takes part in "
