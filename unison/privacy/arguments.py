@@ -4,7 +4,6 @@ And what cannot be trained privately is refused: loaders, and gradients past the
 """
 
 import fnmatch
-import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -64,40 +62,6 @@ def num_trainable(module: nn.Module) -> int:
     return sum(math.prod(each.shape) for each in module.parameters() if each.requires_grad)
 
 
-def check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> None:
-    """Require the optimizer to hold the module's trainable parameters and no others."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise UnsupportedOperation(
-            f"{type(optimizer).__name__}.step needs a closure, and calls it as often as it likes: "
-            "every call would release the batch again, and be spent again. Use an optimizer of "
-            "first order that steps without one, such as SGD or AdamW"
-        )
-    missing, others = held_otherwise(optimizer, trainable)
-    if missing:
-        raise BadInput(
-            f"the optimizer does not have {_listed(missing)}: they would take part in clipping and "
-            "never be trained. Give them to it, or freeze them with requires_grad_(False)"
-        )
-    if others:
-        raise BadInput(
-            f"the optimizer has {len(others)} parameters that are not the module's (shapes "
-            f"{others[:3]}): they would be trained without privacy. Build it from "
-            "module.parameters()"
-        )
-
-
-def held_otherwise(
-    optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]
-) -> tuple[list[str], list[list[int]]]:
-    """Return names of parameters that an optimizer lacks, and shapes of others that it trains."""
-    names = {id(each): name for name, each in trainable.items()}
-    held = [each for group in optimizer.param_groups for each in group["params"]]
-    others = [list(each.shape) for each in held if id(each) not in names and each.requires_grad]
-    held_ids = set(map(id, held))
-    return [name for key, name in names.items() if key not in held_ids], others
-
-
 def check_public_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Require every pattern to name a buffer (or a frozen parameter) of the module."""
     if isinstance(patterns, str):
@@ -110,7 +74,7 @@ def check_public_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[st
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise BadInput(
-                f"public_buffers: the module has no buffer {pattern!r}; it has {_listed(buffers)}"
+                f"public_buffers: the module has no buffer {pattern!r}; it has {listed(buffers)}"
             )
     return tuple(patterns)
 
@@ -201,7 +165,8 @@ def batch_size_of(data_loader: DataLoader[Any]) -> int:
     return size
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(names[:3]) or "none") + more
 

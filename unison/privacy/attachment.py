@@ -256,18 +256,6 @@ class Attachment:
         self._dealing.has_fixed_size = True
         self._handles.callback(self._compiled.detach)
 
-    def _take_over_compiled(self) -> None:
-        """Let passes be compiled if the user has compiled the module after `make_private`."""
-        if not self._follows_loss:
-            return
-        backend = None
-        if is_compiled([vars(each) for _, each in self.params.modules]):
-            backend = uncompile(self.module, self._handles)
-        if self._compiled is None and not self._is_told:
-            backend = backend or backend_of_caller()
-            if backend is not None:
-                self._compile_with(backend)
-
     def _hooks(self) -> list[Any]:
         names = {id(place.parameter): place.name for place in reversed(self.params.places)}
         trained = [each for each in self.module.parameters() if each.requires_grad]
@@ -499,7 +487,14 @@ class Attachment:
             )
 
     def _begin_pass(self, batch: PhysicalBatch, args: tuple, kwargs: dict[str, Any]) -> RunningPass:
-        self._take_over_compiled()
+        if self._follows_loss:  # the user may have compiled the module after `make_private`
+            backend = None
+            if is_compiled([vars(each) for _, each in self.params.modules]):
+                backend = uncompile(self.module, self._handles)
+            if self._compiled is None and not self._is_told:
+                backend = backend or backend_of_caller()
+                if backend is not None:
+                    self._compile_with(backend)
         num_rows = self._dealing.parts[0].num_rows  # all granules have as many
         inputs = self._inputs_of(args, kwargs, num_rows)
         if self._owner.everyone.size > 1:
@@ -509,7 +504,7 @@ class Attachment:
         compiled = self._compiled
         plan = self.plan = self._plan_of(learned, self._dealing.most_rows, inputs)
         num_forwards, num_backwards = plan.num_forwards, plan.num_backwards
-        is_compiled = compiled is not None and compiled.takes(inputs, learned, plan, num_rows)
+        runs_compiled = compiled is not None and compiled.takes(inputs, learned, plan, num_rows)
         parts = {}
         for rows in self._dealing.parts:
             clipping = Clipping(plan, num_rows, learned.storage)
@@ -531,7 +526,7 @@ class Attachment:
         for capture in captures.values():
             context.callback(capture.release)
         context.enter_context(self._owner.installed(captures))
-        if compiled is not None and is_compiled:
+        if compiled is not None and runs_compiled:
             context.enter_context(compiled.running(list(captures.values())))
         running = RunningPass(
             batch, parts, list(captures.values()), context, num_backwards, buffers

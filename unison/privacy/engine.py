@@ -23,7 +23,6 @@ from unison.privacy.accounting import check_accountant, check_delta
 from unison.privacy.arguments import (
     batch_size_of,
     check_compile,
-    check_optimizer,
     check_public_buffers,
     make_key,
     num_trainable,
@@ -50,7 +49,12 @@ from unison.privacy.sampling import (
     steps_per_epoch,
     usual_batch_size,
 )
-from unison.privacy.training import Diagnostics, PrivateTraining, refuse_second_trainer
+from unison.privacy.training import (
+    Diagnostics,
+    PrivateTraining,
+    check_optimizer,
+    refuse_second_trainer,
+)
 from unison.rng import Key
 
 LOSS_REDUCTIONS = ("mean", "sum")

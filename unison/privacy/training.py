@@ -4,6 +4,7 @@ loader hands out ── (clipped sums)… ── last physical batch: intent in 
 division ── `.grad` ── the user's optimizer.step() ── commit in the ledger
 """
 
+import inspect
 import sys
 import warnings
 import weakref
@@ -31,7 +32,7 @@ from unison.parallel import (
     find_shared,
     private_trainings,
 )
-from unison.privacy.arguments import held_otherwise
+from unison.privacy.arguments import listed
 from unison.privacy.attachment import Attachment, RunningPart, RunningPass, Summands
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.graph import GraphedPass, LossOf
@@ -82,6 +83,40 @@ def refuse_second_trainer(trainable: Mapping[str, nn.Parameter]) -> None:
             "private gradient that it shapes is no longer private. detach() the KFAC first, and "
             "train without it"
         )
+
+
+def check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> None:
+    """Require the optimizer to hold the module's trainable parameters and no others."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UnsupportedOperation(
+            f"{type(optimizer).__name__}.step needs a closure, and calls it as often as it likes: "
+            "every call would release the batch again, and be spent again. Use an optimizer of "
+            "first order that steps without one, such as SGD or AdamW"
+        )
+    missing, others = _held_otherwise(optimizer, trainable)
+    if missing:
+        raise BadInput(
+            f"the optimizer does not have {listed(missing)}: they would take part in clipping and "
+            "never be trained. Give them to it, or freeze them with requires_grad_(False)"
+        )
+    if others:
+        raise BadInput(
+            f"the optimizer has {len(others)} parameters that are not the module's (shapes "
+            f"{others[:3]}): they would be trained without privacy. Build it from "
+            "module.parameters()"
+        )
+
+
+def _held_otherwise(
+    optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]
+) -> tuple[list[str], list[list[int]]]:
+    """Return names of parameters that an optimizer lacks, and shapes of others that it trains."""
+    names = {id(each): name for name, each in trainable.items()}
+    held = [each for group in optimizer.param_groups for each in group["params"]]
+    others = [list(each.shape) for each in held if id(each) not in names and each.requires_grad]
+    held_ids = set(map(id, held))
+    return [name for key, name in names.items() if key not in held_ids], others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +319,6 @@ class PrivateTraining:
                 "loader a larger batch_size and make_private max_physical_batch_size="
             )
         self._key.check_process()
-        refuse_accumulation()
         if self._guard is not None:
             self._guard.check(self.ledger.spending, self.mechanism.release, step)
         # Nothing of the step is lost yet. All is looked at in the forward pass.
@@ -538,10 +572,21 @@ class PrivateTraining:
 
         `add_param_group` after `make_private` would train others on gradients of single records.
 
+        Nor does accelerate accumulate the noisy gradients of several steps.
+
         Raises:
             BadInput: Naming a parameter of the module, or the shape of one that is not.
         """
-        missing, others = held_otherwise(self.optimizer, self._parameters)
+        accelerate = sys.modules.get("accelerate.state")
+        if accelerate is not None and accelerate.GradientState._shared_state:
+            steps = accelerate.GradientState().num_steps
+            if steps > 1:
+                raise BadInput(
+                    f"Accelerator(gradient_accumulation_steps={steps}) would add up the noise of "
+                    f"{steps} steps; leave it out, give the loader a batch size {steps} times as "
+                    "large, and make_private max_physical_batch_size="
+                )
+        missing, others = _held_otherwise(self.optimizer, self._parameters)
         if others:
             raise BadInput(
                 f"the optimizer has a parameter of shape {others[0]} that make_private "
@@ -679,20 +724,3 @@ def _make_sums(
     totals = dict(zip(names, before or [None] * len(names), strict=True))
     part.clipping.add_on_grid(part.coefficients, totals, grid)
     return list(totals.values())
-
-
-def refuse_accumulation() -> None:
-    """Make sure that accelerate does not accumulate the noisy gradients of several steps.
-
-    Raises:
-        BadInput: It does.
-    """
-    accelerate = sys.modules.get("accelerate.state")
-    if accelerate is not None and accelerate.GradientState._shared_state:
-        steps = accelerate.GradientState().num_steps
-        if steps > 1:
-            raise BadInput(
-                f"Accelerator(gradient_accumulation_steps={steps}) would add up the noise of "
-                f"{steps} steps; leave it out, give the loader a batch size {steps} times as "
-                "large, and make_private max_physical_batch_size="
-            )
