@@ -25,7 +25,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 from transformers import Trainer
 from transformers.loss.loss_utils import (
     LOSS_MAPPING,
@@ -53,6 +53,7 @@ from unison.privacy import (
     PrivacyEngine,
     PrivateLoader,
     attach,
+    resized,
     sampling_for,
     steps_per_epoch,
 )
@@ -183,18 +184,12 @@ class PrivateTrainer(Trainer):
         padding = getattr(tokenizer, "pad_token_id", None)
         padding = getattr(config, "pad_token_id", None) if padding is None else padding
         is_shuffled = self.privacy.sampling == "shuffled"
-        self._data = DataLoader(
-            theirs.dataset,
-            batch_size=self._batch_size,
-            shuffle=True,
+        self._data = resized(
+            theirs,
+            self._batch_size,
+            RandomSampler(theirs.dataset),  # type: ignore[arg-type]
             drop_last=is_shuffled or self.args.dataloader_drop_last,
             collate_fn=RowCollator(theirs.collate_fn, self._max_length, padding or 0),
-            num_workers=theirs.num_workers,
-            pin_memory=theirs.pin_memory,
-            persistent_workers=theirs.persistent_workers,
-            prefetch_factor=theirs.prefetch_factor,
-            multiprocessing_context=theirs.multiprocessing_context,
-            worker_init_fn=theirs.worker_init_fn,
         )
         sampling = sampling_for(self.privacy, self._batch_size, len(theirs.dataset))  # type: ignore[arg-type]
         return DataLoader(range(steps_per_epoch(sampling)))  # type: ignore[arg-type]
@@ -215,7 +210,7 @@ class PrivateTrainer(Trainer):
     ) -> tuple[nn.Module, Any]:
         """Attach the engine to what the Trainer has prepared, and go on from a checkpoint."""
         # The Trainer's word for a model that sees to its own gradients: it is not put into DDP.
-        self.is_distributed_loading_by_transformers = self._is_sharded
+        self.is_distributed_loading_by_transformers = _are_sharded(self.model)
         try:
             prepared = super()._prepare_for_training(
                 max_steps, train_dataloader, resume_from_checkpoint
@@ -243,10 +238,6 @@ class PrivateTrainer(Trainer):
 
     # --- what is saved ---------------------------------------------------------------------------
 
-    @property
-    def _is_sharded(self) -> bool:
-        return _are_sharded(self.model)
-
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move a model, unless it is sharded: that is where it belongs."""
         if not _are_sharded(model):
@@ -261,7 +252,7 @@ class PrivateTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model, as the Trainer does; with a sharded one every process must call."""
-        if self._is_sharded:
+        if _are_sharded(self.model):
             each_node = self.args.save_on_each_node
             self._whole = full_state_dict(self.model, rank0_only=not each_node)
         try:
@@ -275,7 +266,7 @@ class PrivateTrainer(Trainer):
     # What torch would write as pickles, and read as such, is safetensors and JSON here.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._is_sharded:
+        if _are_sharded(self.model):
             each_node = self.args.save_on_each_node
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's has one
             state = full_optimizer_state_dict(self.model, optimizer, rank0_only=not each_node)
@@ -306,7 +297,7 @@ class PrivateTrainer(Trainer):
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
 
         def use(states: dict[str, Any]) -> None:
-            if self._is_sharded:
+            if _are_sharded(self.model):
                 load_full_optimizer_state_dict(self.model, optimizer, states["optimizer"])
             else:
                 self.optimizer.load_state_dict(states["optimizer"])
@@ -317,16 +308,12 @@ class PrivateTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        save_states(folder / self._random_file, random_state())
+        save_states(folder / random_file(self.args), random_state())
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        path = Path(checkpoint or "") / self._random_file
+        path = Path(checkpoint or "") / random_file(self.args)
         if checkpoint is not None and path.is_file():  # other numbers of processes have others
             load_states(path, set_random_state)
-
-    @property
-    def _random_file(self) -> str:
-        return random_file(self.args.process_index, self.args.world_size)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Nothing: scaled gradients are refused."""

@@ -124,9 +124,22 @@ def unprepared(prepared: Any) -> Any:
 
 
 def resized(
-    data_loader: DataLoader[Any], batch_size: int, sampler: Any = None, *, drop_last: bool = False
+    data_loader: DataLoader[Any],
+    batch_size: int,
+    sampler: Any = None,
+    *,
+    drop_last: bool = False,
+    **changed: Any,
 ) -> DataLoader[Any]:
-    """A loader of the same records with another batch size, such as that of all processes."""
+    """A loader of the same records with another batch size, such as that of all processes.
+
+    Args:
+        data_loader: The loader.
+        batch_size: Of the new one.
+        sampler: Another one than the loader's.
+        drop_last: As for `DataLoader`.
+        changed: Other settings of `DataLoader` that are not to be kept.
+    """
     if sampler is None:
         refuse_unknown_loader(data_loader)  # what is special to it would be lost
         sampler = data_loader.sampler
@@ -135,7 +148,7 @@ def resized(
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        **{name: getattr(data_loader, name) for name in KEPT_SETTINGS},
+        **{name: getattr(data_loader, name) for name in KEPT_SETTINGS} | changed,
     )
 
 
@@ -240,7 +253,12 @@ def refuse_unknown_loader(data_loader: Any) -> None:
             f"expected a torch.utils.data.DataLoader, found {type(data_loader).__name__}. Remedy: "
             "pass the DataLoader itself, before any wrapper; private sampling does the dealing"
         )
-    _refuse_subclass(data_loader)
+    for name in ("__iter__", "_get_iterator"):
+        if getattr(type(data_loader), name) is not getattr(DataLoader, name):
+            raise UnsupportedOperation(
+                f"{type(data_loader).__name__} has its own {name}, which private sampling would "
+                "not run. Remedy: pass a plain torch.utils.data.DataLoader over the same data set"
+            )
     if isinstance(data_loader.dataset, IterableDataset):
         raise UnsupportedOperation(
             f"{type(data_loader.dataset).__name__} is an IterableDataset: its records have no "
@@ -288,15 +306,6 @@ def refuse_contradiction(data_loader: DataLoader[Any], draws: Draws) -> None:
         )
 
 
-def _refuse_subclass(data_loader: DataLoader[Any]) -> None:
-    for name in ("__iter__", "_get_iterator"):
-        if getattr(type(data_loader), name) is not getattr(DataLoader, name):
-            raise UnsupportedOperation(
-                f"{type(data_loader).__name__} has its own {name}, which private sampling would "
-                "not run. Remedy: pass a plain torch.utils.data.DataLoader over the same data set"
-            )
-
-
 def _refuse_sampler(data_loader: DataLoader[Any]) -> None:
     batches: Any = data_loader.batch_sampler
     sampler: Any = data_loader.sampler
@@ -328,15 +337,6 @@ def _refuse_sampler(data_loader: DataLoader[Any]) -> None:
             "RandomSampler(replacement=True) may take a record twice in a step, and then its "
             "gradient counts twice. Remedy: shuffle=True instead"
         )
-    num_records = _num_records(data_loader)
-    if len(sampler) != num_records:
-        raise UnsupportedOperation(
-            f"the loader's {type(sampler).__name__} takes {len(sampler)} records of {num_records}. "
-            "Remedy: take a torch.utils.data.Subset as data set, and leave the sampler out"
-        )
-
-
-def _num_records(data_loader: DataLoader[Any]) -> int:
     try:
         num_records = len(data_loader.dataset)  # type: ignore[arg-type]
     except TypeError as error:
@@ -346,7 +346,11 @@ def _num_records(data_loader: DataLoader[Any]) -> int:
         ) from error
     if num_records == 0:
         raise BadInput("the data set is empty: there is no record to draw")
-    return num_records
+    if len(sampler) != num_records:
+        raise UnsupportedOperation(
+            f"the loader's {type(sampler).__name__} takes {len(sampler)} records of {num_records}. "
+            "Remedy: take a torch.utils.data.Subset as data set, and leave the sampler out"
+        )
 
 
 def refuse_gradient(name: str, _: Tensor) -> None:

@@ -47,7 +47,7 @@ from unison.privacy.inputs import (
 )
 from unison.privacy.learning import ClippingSettings, Learning
 from unison.privacy.loss_check import label_check
-from unison.privacy.loss_tape import EARLIER, OTHER_ROWS, LossRecorder, refuse_unseen
+from unison.privacy.loss_tape import EARLIER, OTHER_ROWS, refuse_unseen
 from unison.privacy.sampling import (
     BatchDealer,
     Part,
@@ -416,7 +416,9 @@ class Attachment:
         for _, each in self.params.modules:
             if each not in self._hooked and (each._backward_hooks or each._backward_pre_hooks):
                 self._hooked.add(each)
-                hook = ModuleHook(_hide, self._recorder)
+                # What it sees of a batch is no longer unknown to the recorder.
+                recorder = self._recorder
+                hook = ModuleHook(lambda module, *gradients, to=recorder: to.hide(gradients))
                 if each._backward_pre_hooks:
                     handle = each.register_full_backward_pre_hook(hook, prepend=True)
                     self._handles.callback(handle.remove)
@@ -728,11 +730,6 @@ class Attachment:
             # Sharded units end their own backward pass after this, and must still know that there
             # are no gradients for them to sum.
             _queue(running.context.close)
-
-
-def _hide(recorder: LossRecorder, module: nn.Module, *gradients: Any) -> None:
-    """A backward hook: what it sees of a batch is no longer unknown to the recorder."""
-    recorder.hide(gradients)
 
 
 _TWICE = (

@@ -369,25 +369,14 @@ class PrivacyEngine:
         check_delta(target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
         adaptive = settings.get("adaptive_clipping")
         steps = max(1, math.ceil(epochs * steps_per_epoch(sampling)))
-        noise_multiplier = noise_multiplier_for(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sampling=sampling,
-            steps=steps,
-            accountant=self.accountant,
-            count_noise_multiplier=adaptive and adaptive.count_noise_multiplier,
-            rounded_elements=num_trainable(module),
-        )
-        settings.setdefault(
-            "budget", Budget(epsilon=target_epsilon, delta=target_delta, steps=steps)
-        )
+        budget = Budget(epsilon=target_epsilon, delta=target_delta, steps=steps)
+        planned = _noise_within(budget, module, sampling, self.accountant, adaptive)
         return self.make_private(
             module=module,
             optimizer=optimizer,
             data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
-            **settings,
+            **planned | settings,
         )
 
     def detach(self) -> None:
@@ -557,32 +546,45 @@ def attach(
     """
     num_records = len(data_loader.dataset)  # type: ignore[arg-type]
     sampling = sampling_for(privacy, batch_size_of(data_loader), num_records)
-    noise_multiplier, budget = privacy.noise_multiplier, None
-    if noise_multiplier is None:
+    planned: dict[str, Any] = {"noise_multiplier": privacy.noise_multiplier}
+    if privacy.noise_multiplier is None:
         assert privacy.epsilon is not None  # one of the two is given
         budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta, steps=steps)
-        noise_multiplier = noise_multiplier_for(
-            target_epsilon=privacy.epsilon,
-            target_delta=privacy.delta,
-            sampling=sampling,
-            steps=steps,
-            accountant=privacy.accountant,
-            rounded_elements=num_trainable(module),
-        )
+        planned = _noise_within(budget, module, sampling, privacy.accountant)
     engine = PrivacyEngine(privacy.accountant, privacy.secure_noise, ledger)
     _, _, loader = engine.make_private(
         module=module,
         optimizer=optimizer,
         data_loader=data_loader,
-        noise_multiplier=noise_multiplier,
         max_grad_norm=privacy.max_grad_norm,
         clip_rule=privacy.clip_rule,
         sampling=sampling,
-        budget=budget,
         seed=None if privacy.secure_noise else seed,
+        **planned,
         **settings,
     )
     return engine, loader
+
+
+def _noise_within(
+    budget: Budget,
+    module: nn.Module,
+    sampling: Sampling,
+    accountant: str,
+    adaptive: AdaptiveClipping | None = None,
+) -> dict[str, Any]:
+    """The noise with which the budget's steps spend it, and the budget: for `make_private`."""
+    assert budget.steps is not None
+    noise_multiplier = noise_multiplier_for(
+        target_epsilon=budget.epsilon,
+        target_delta=budget.delta,
+        sampling=sampling,
+        steps=budget.steps,
+        accountant=accountant,
+        count_noise_multiplier=adaptive and adaptive.count_noise_multiplier,
+        rounded_elements=num_trainable(module),
+    )
+    return {"noise_multiplier": noise_multiplier, "budget": budget}
 
 
 def open_on_ranks(
