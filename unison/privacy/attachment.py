@@ -14,7 +14,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -150,48 +150,41 @@ class Phase(Enum):
 
 
 @dataclass(eq=False)
-class RunningPart:
-    """Rows that are computed together, on their way through the module."""
-
-    rows: Part
-    clipping: Clipping
-    capture: Capture
-    coefficients: Mapping[str, Tensor] | None = None
-
-
-@dataclass(eq=False)
 class RunningPass:
     """One physical batch on its way through the module.
 
     Attributes:
         batch: The batch.
-        parts: Its rows by granule.
-        captures: Of all parts.
+        parts: Its rows.
+        clippings: What takes their records, by granule.
+        captures: What makes them, likewise.
         context: What is put in the module's place for the pass; closed, it lets go of all records.
         num_backwards: Backward passes that clipping takes.
         buffers: Versions of the module's buffers when it began.
         call: What the module is called with, if it is to be run again.
         phase: How far it has come.
+        coefficients: Of the samples for each parameter, by granule, once norms are known.
         summands: What makes its sums, once they may be made.
     """
 
     batch: PhysicalBatch
-    parts: dict[int, RunningPart]
-    captures: Sequence[Capture]
+    parts: Sequence[Part]
+    clippings: dict[int, Clipping]
+    captures: dict[int, Capture]
     context: ExitStack
     num_backwards: int
     buffers: BufferVersions
     call: tuple[tuple, dict[str, Any], RngAutocastState] | None = None
     phase: Phase = Phase.FORWARD
+    coefficients: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
     summands: Summands | None = None
 
     def shares(self) -> dict[str, tuple[Tensor, Tensor]] | None:
         """Return what the sums are made of (`Clipping.shares`); None if there are granules."""
-        if len(self.parts) != 1:
+        if len(self.clippings) != 1:
             return None
-        (part,) = self.parts.values()
-        assert part.coefficients is not None
-        return part.clipping.shares(part.coefficients)
+        ((granule, clipping),) = self.clippings.items()
+        return clipping.shares(self.coefficients[granule])
 
 
 class Attachment:
@@ -350,15 +343,25 @@ class Attachment:
 
     # --- forward ---------------------------------------------------------------------------------
 
-    def check(self, args: tuple, kwargs: dict[str, Any], num_rows: int) -> Plan:
+    def check(self, args: tuple, kwargs: dict[str, Any]) -> Plan:
         """Learn what the module does with a batch, and make sure that it can be clipped.
 
         Raises:
-            BadInput: What is trained is not what was made private.
+            BadInput: There is no batch, or what is trained is not what was made private.
             UnsupportedOperation: An operation has no rule, or samples mix.
         """
-        inputs = self._inputs_of(args, kwargs, num_rows)
-        num_rows = self._dealing.rows_to_plan(num_rows)
+        dim = self.settings.batch_dim
+        sizes = [
+            leaf.shape[dim]
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and leaf.ndim > dim
+        ]
+        if not sizes or sizes[0] == 0:
+            raise BadInput(
+                "expected what the module is called with, a batch of at least one sample"
+            )
+        inputs = self._inputs_of(args, kwargs, sizes[0])
+        num_rows = self._dealing.rows_to_plan(sizes[0])
         return self._plan_of(self.learning.learn(inputs), num_rows, inputs)
 
     def _plan_of(self, learned: Learned, num_rows: int, inputs: Inputs) -> Plan:
@@ -404,11 +407,11 @@ class Attachment:
             self._following.enter_context(drawing)
         if joined is not None:
             self._join(joined, args, kwargs)
-            for capture in joined.captures:
+            for capture in joined.captures.values():
                 capture.is_outside = False
         self._follow_hooks()
         self._pass = joined or self._begin_pass(batch, args, kwargs)
-        if self._pass.captures[0].axes.is_traced:
+        if any(each.axes.is_traced for each in self._pass.captures.values()):
             self._follow(self._following, self._pass, args, kwargs)
 
     def _follow_hooks(self) -> None:
@@ -461,15 +464,15 @@ class Attachment:
         self, context: ExitStack, running: RunningPass, args: tuple, kwargs: dict[str, Any]
     ) -> None:
         """Follow samples through a forward pass, where values decide which rows are whose."""
-        (first, *others) = running.parts.values()
+        (first, *others) = running.captures.values()
         if others:
             raise UnsupportedOperation(
                 "values decide where rows of this module lie, and samples are not followed through "
                 "several granules at once; train it without granule="
             )
-        inputs = self._inputs_of(args, kwargs, first.rows.num_rows)
+        inputs = self._inputs_of(args, kwargs, running.parts[0].num_rows)
         samples = [inputs.leaves[place] for place in inputs.places]
-        context.enter_context(first.capture.following(samples, inputs.dim, inputs.rows))
+        context.enter_context(first.following(samples, inputs.dim, inputs.rows))
 
     def _join(self, running: RunningPass, args: tuple, kwargs: dict[str, Any]) -> None:
         """Let several forward passes of one batch end in one backward pass."""
@@ -507,32 +510,30 @@ class Attachment:
         plan = self.plan = self._plan_of(learned, self._dealing.most_rows, inputs)
         num_forwards, num_backwards = plan.num_forwards, plan.num_backwards
         runs_compiled = compiled is not None and compiled.takes(inputs, learned, plan, num_rows)
-        parts = {}
-        for rows in self._dealing.parts:
+        clippings, captures = {}, {}
+        for part in self._dealing.parts:
             clipping = Clipping(plan, num_rows, learned.storage)
             capture = Capture(
                 self.module,
                 num_rows,
                 axes=learned.axes,
-                on_record=partial(self._take_record, rows.granule),
+                on_record=partial(self._take_record, part.granule),
                 on_product=clipping.take_product if num_forwards == 2 else None,
                 known=self.params,
                 streams=num_forwards == 1,
                 has_one_backward=num_forwards == num_backwards == 1,
             )
             capture.factored = plan.factored
-            parts[rows.granule] = RunningPart(rows, clipping, capture)
+            clippings[part.granule], captures[part.granule] = clipping, capture
         context = ExitStack()
-        context.callback(parts.clear)
-        captures = {granule: part.capture for granule, part in parts.items()}
+        context.callback(clippings.clear)
         for capture in captures.values():
             context.callback(capture.release)
         context.enter_context(self._owner.installed(captures))
         if compiled is not None and runs_compiled:
             context.enter_context(compiled.running(list(captures.values())))
-        running = RunningPass(
-            batch, parts, list(captures.values()), context, num_backwards, buffers
-        )
+        parts = self._dealing.parts
+        running = RunningPass(batch, parts, clippings, captures, context, num_backwards, buffers)
         if num_forwards == 2:
             if not self._owner.can_repeat:
                 context.close()
@@ -576,7 +577,7 @@ class Attachment:
             if output is None:  # an exception is on its way
                 self.drop_pass()
             elif torch.is_grad_enabled() and running.phase is Phase.FORWARD:
-                for capture in running.captures:  # uses from here on are the user's own
+                for capture in running.captures.values():  # uses from here on are the user's own
                     capture.is_outside = True
                 refuse_written(self.params.modules, running.buffers, self.learning.may_write)
                 # Weakly: the loss may outlive the engine, and must not keep the module.
@@ -619,7 +620,7 @@ class Attachment:
                 )
             return
         running.phase = Phase.BACKWARD
-        for capture in running.captures:  # checkpointing runs the module again
+        for capture in running.captures.values():  # checkpointing runs the module again
             capture.is_outside = False
         self._dealing.mean_was_used = take_mean_was_used()
         if running.num_backwards == 2:
@@ -661,16 +662,15 @@ class Attachment:
         ]
         # Records are made at the anchors. They are not named as inputs=, which would forbid what
         # torch cannot do with names: reentrant checkpointing. No leaf of the user's is reached.
-        if reached and any(part.capture.anchors for part in running.parts.values()):
+        if reached and any(each.anchors for each in running.captures.values()):
             torch.autograd.backward(
                 [output for output, _ in reached],
                 [gradient for _, gradient in reached],
                 retain_graph=True,
             )
-        for part in running.parts.values():
-            self._decide(running, part)
-            assert part.coefficients is not None
-            part.clipping.begin_second_pass(part.coefficients)
+        self._decide(running)
+        for granule, clipping in running.clippings.items():
+            clipping.begin_second_pass(running.coefficients[granule])
         if self._follows_loss:
             if self._label_check is not None:
                 self._label_check()
@@ -680,25 +680,28 @@ class Attachment:
         self, running: RunningPass, args: tuple, kwargs: dict[str, Any], state: RngAutocastState
     ) -> None:
         """Run the forward pass again where inputs were not kept; see `unison.capture.recompute`."""
-        parts = [part for part in running.parts.values() if part.clipping.num_forwards == 2]
-        if not parts:
+        again = {key: each for key, each in running.clippings.items() if each.num_forwards == 2}
+        if not again:
             return
         with ExitStack() as stack:
-            for part in parts:
-                assert part.coefficients is not None
-                part.clipping.begin_second_pass(part.coefficients)
-                stack.enter_context(part.capture.recompute(state))
+            for granule, clipping in again.items():
+                clipping.begin_second_pass(running.coefficients[granule])
+                stack.enter_context(running.captures[granule].recompute(state))
             self._is_repeating = True  # the hooks let it pass
             stack.callback(setattr, self, "_is_repeating", False)
-            if running.captures[0].axes.is_traced:
+            if any(each.axes.is_traced for each in running.captures.values()):
                 self._follow(stack, running, args, kwargs)
             self.module(*args, **kwargs)
 
-    def _decide(self, running: RunningPass, part: RunningPart) -> None:
+    def _decide(self, running: RunningPass) -> None:
+        """Decide the coefficients where that has not been done."""
         assert self._training is not None
-        part.coefficients, part.clipping.grid = self._training.coefficients(
-            running.batch, part.rows, part.clipping.norms()
-        )
+        for part in running.parts:
+            if part.granule not in running.coefficients:
+                clipping = running.clippings[part.granule]
+                running.coefficients[part.granule], clipping.grid = self._training.coefficients(
+                    running.batch, part, clipping.norms()
+                )
 
     def _take_record(self, granule: int, name: str, record: Record) -> None:
         """Hand a record to clipping, if this is its time."""
@@ -706,7 +709,7 @@ class Attachment:
         is_repeated = running is not None and running.phase is Phase.DONE and self._is_repeating
         if running is None or not (running.phase is Phase.BACKWARD or is_repeated):
             raise BadInput(_TWICE)
-        running.parts[granule].clipping.take(name, record)
+        running.clippings[granule].take(name, record)
 
     def _end_backward(self) -> None:
         running = self._pass
@@ -718,14 +721,13 @@ class Attachment:
             refuse_written(self.params.modules, running.buffers, self.learning.may_write)
             if self._label_check is not None:
                 self._label_check()
-            for part in running.parts.values():
-                if part.coefficients is None:
-                    self._decide(running, part)
+            self._decide(running)
             if running.call is not None:
                 self._repeat_forward(running, *running.call)
             self._training.add_sums(running)
         finally:
-            running.parts.clear()
+            running.clippings.clear()
+            running.coefficients.clear()
             running.call = running.summands = None
             # Sharded units end their own backward pass after this, and must still know that there
             # are no gradients for them to sum.

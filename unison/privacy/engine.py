@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,7 +51,6 @@ from unison.privacy.sampling import (
     usual_batch_size,
 )
 from unison.privacy.training import (
-    Diagnostics,
     PrivateTraining,
     check_optimizer,
     refuse_second_trainer,
@@ -58,6 +58,25 @@ from unison.privacy.training import (
 from unison.rng import Key
 
 LOSS_REDUCTIONS = ("mean", "sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnostics:
+    """What is known of one logical batch. Un-noised functions of private data: no ε covers them.
+
+    Attributes:
+        step: Number of the logical batch.
+        num_samples: Samples in it.
+        median_norm: Median of the samples' gradient norms before clipping; NaN of an empty batch.
+        clipped_fraction: Part of the samples whose gradient was longer than C.
+        num_dropped: Samples whose gradient was not finite, and that were left out.
+    """
+
+    step: int
+    num_samples: int
+    median_norm: float
+    clipped_fraction: float
+    num_dropped: int
 
 
 class PrivacyEngine:
@@ -397,7 +416,7 @@ class PrivacyEngine:
         Raises:
             UnsupportedOperation: An operation has no rule, or samples mix.
         """
-        return self._attached.check(args, kwargs)
+        return self._attached.attachment.check(args, kwargs)
 
     def capture_graph(
         self, loss_of: LossOf, *example: torch.Tensor, with_optimizer: bool = False
@@ -462,7 +481,10 @@ class PrivacyEngine:
 
         `print(engine.plan().details())` says what others would cost.
         """
-        return self._attached.plan()
+        plan = self._attached.attachment.plan
+        if plan is None:
+            raise BadInput("nothing is planned before the first batch; engine.check(x) plans one")
+        return plan
 
     def watch(self, module: nn.Module) -> None:
         """Refuse values of records in what another module saves, as in the private one.
@@ -470,7 +492,7 @@ class PrivacyEngine:
         Args:
             module: One that holds the private module, and is saved with it.
         """
-        self._attached.watch(module)
+        self._attached.watched.append(module)
 
     def per_sample_norms(self) -> torch.Tensor:
         """Return the last logical batch's norms before clipping, by position in the batch.
@@ -481,12 +503,21 @@ class PrivacyEngine:
 
     def diagnostics(self) -> Diagnostics:
         """Return what is known of the last logical batch; no ε covers it."""
-        return self._attached.diagnostics()
+        norms, release = self._attached.norms(), self._attached.last.release
+        finite = norms[norms.isfinite()]
+        is_clipped = ~(norms <= release.max_grad_norm)
+        return Diagnostics(
+            step=release.step,
+            num_samples=len(norms),
+            median_norm=float(finite.median()) if len(finite) else float("nan"),
+            clipped_fraction=float(is_clipped.double().mean()) if len(norms) else 0.0,
+            num_dropped=len(norms) - len(finite),
+        )
 
     @property
     def last_release(self) -> Release:
         """What the last step applied."""
-        return self._attached.last_release
+        return self._attached.last.release
 
     @property
     def mechanism(self) -> Mechanism:

@@ -111,6 +111,9 @@ _QUESTIONS = {
 }
 _READS = {"tolist", "numpy", "__array__", "__float__", "__int__", "__index__", "__complex__"}
 _READS |= {"__dlpack__", "storage", "save"}
+_BY_NAME = {"item": Handling.ITEM}
+_BY_NAME |= dict.fromkeys(_READS, Handling.READ) | dict.fromkeys(_QUESTIONS, Handling.QUESTION)
+_BY_NAME |= dict.fromkeys(_SIZES, Handling.SIZE)
 _WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 _WRITES |= {"__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"}
 
@@ -127,14 +130,8 @@ def handling_of(func: Any) -> tuple[Handling, str]:
             return Handling.QUESTION, name
     if func is Tensor.backward or func is torch.autograd.backward:
         return Handling.BACKWARD, name
-    if name in _SIZES:
-        return Handling.SIZE, name
-    if name in _QUESTIONS:
-        return Handling.QUESTION, name
-    if name in _READS:
-        return Handling.READ, name
-    if name == "item":
-        return Handling.ITEM, name
+    if name in _BY_NAME:
+        return _BY_NAME[name], name
     name = name.split(".")[0]  # torch.ops.aten.add_.Tensor
     if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
         return Handling.WRITE, name

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from unison.clip import NormTable, Plan, SampleNorms
+from unison.clip import NormTable, SampleNorms
 from unison.clip.bounds import Grid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import takes
@@ -33,7 +32,7 @@ from unison.parallel import (
     private_trainings,
 )
 from unison.privacy.arguments import listed
-from unison.privacy.attachment import Attachment, RunningPart, RunningPass, Summands
+from unison.privacy.attachment import Attachment, RunningPass, Summands
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.graph import GraphedPass, LossOf
 from unison.privacy.learning import ClippingSettings
@@ -119,25 +118,6 @@ def _held_otherwise(
     return [name for key, name in names.items() if key not in held_ids], others
 
 
-@dataclass(frozen=True, kw_only=True)
-class Diagnostics:
-    """What is known of one logical batch. Un-noised functions of private data: no ε covers them.
-
-    Attributes:
-        step: Number of the logical batch.
-        num_samples: Samples in it.
-        median_norm: Median of the samples' gradient norms before clipping; NaN of an empty batch.
-        clipped_fraction: Part of the samples whose gradient was longer than C.
-        num_dropped: Samples whose gradient was not finite, and that were left out.
-    """
-
-    step: int
-    num_samples: int
-    median_norm: float
-    clipped_fraction: float
-    num_dropped: int
-
-
 @dataclass(eq=False)
 class LogicalBatch:
     """A logical batch, under way or complete.
@@ -168,6 +148,8 @@ class PrivateTraining:
         observer: Who looks at each step's quantities as they are made, by `see_pass`, `see_totals`
             and `see_noisy` (`Tracer` in verify/trace.py); None for nobody.
         recorder: Follows the user's loss.
+        watched: Modules that must not hold values of records.
+        attachment: The hooks on the module.
     """
 
     def __init__(
@@ -213,8 +195,8 @@ class PrivateTraining:
             lambda target: (own := before_write()) and own(target),
             lambda inputs: (own := before_grad()) and own(inputs),
         )
-        self._watched = [module]  # must not hold values of records
-        self._attachment = Attachment(self, settings, dealing)
+        self.watched = [module]
+        self.attachment = Attachment(self, settings, dealing)
         loader.training = self
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -238,13 +220,13 @@ class PrivateTraining:
     @property
     def is_aside(self) -> bool:
         """Whether the module runs for the engine's own sake, and not to be trained."""
-        return self._attachment.is_aside
+        return self.attachment.is_aside
 
     def detach(self) -> None:
         """Give module and optimizer back as they were."""
         self.recorder.remove()
         private_trainings.discard(self)
-        self._attachment.detach()
+        self.attachment.detach()
         for handle in self._handles:
             handle.remove()
         self.owner.detach()
@@ -281,10 +263,10 @@ class PrivateTraining:
                         "that is to be trained on, and give gradients of copies of the model to "
                         "nobody; a number that is public is declared with unison.public(value)"
                     )
-        for watched in self._watched:
+        for watched in self.watched:
             values = chain(watched.named_parameters(), saved_buffers(watched))
             name = next((name for name, each in values if memory_of(each) == memory), None)
-            if name is None or self._attachment.learning.is_public(name):
+            if name is None or self.attachment.learning.is_public(name):
                 continue
             raise UnsupportedOperation(
                 f"values of training rows are written to {name!r}, which is saved with the model "
@@ -305,10 +287,6 @@ class PrivateTraining:
                 "not trained on"
             )
 
-    def watch(self, module: nn.Module) -> None:
-        """See `PrivacyEngine.watch`."""
-        self._watched.append(module)
-
     def before_draw(self, step: int) -> None:
         """A logical batch is about to be handed out; nothing of it has been used."""
         if self._batch is not None:
@@ -322,7 +300,7 @@ class PrivateTraining:
         if self._guard is not None:
             self._guard.check(self.ledger.spending, self.mechanism.release, step)
         # Nothing of the step is lost yet. All is looked at in the forward pass.
-        self._attachment.learning.check_params()
+        self.attachment.learning.check_params()
         self._check_optimizer()
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         self._batch = LogicalBatch(self.mechanism.begin(step), rates)
@@ -332,9 +310,9 @@ class PrivateTraining:
         running = self._batch
         if running is None:
             return False
-        self._attachment.drop_pass()
+        self.attachment.drop_pass()
         self.owner.drop()
-        self._attachment.public_terms.clear()
+        self.attachment.public_terms.clear()
         self.mechanism.abandon()
         self._batch = None
         return running.terms is None  # else the ledger has counted it: it is not drawn twice
@@ -384,10 +362,10 @@ class PrivateTraining:
         """Before a second backward pass over a sharded module: add sums as they are complete."""
         if self.owner.num_places > 1:
             self._open(sums)
-            parts = sums.parts.values()
+            clippings = sums.clippings.values()
             self.owner.begin(
                 *self._summands(sums),
-                lambda names: all(part.clipping.is_complete(names) for part in parts),
+                lambda names: all(each.is_complete(names) for each in clippings),
             )
 
     def _open(self, sums: RunningPass) -> LogicalBatch:
@@ -406,11 +384,11 @@ class PrivateTraining:
         """What makes a pass's sums, by itself or with an observer around it; and what they are."""
         if sums.summands is None:
             grid = grid_of(self.running(sums.batch).release, sums.batch.logical_size)
-            make_sums: MakeSums = partial(_make_sums, sums.parts, grid)
+            make_sums: MakeSums = partial(_make_sums, sums, grid)
             if self.observer is not None:
                 make_sums = self.observer.see_pass(sums, make_sums, grid)
             assert self._dealing.plan is not None
-            sums.summands = make_sums, self._dealing.plan, [*sums.parts], grid.dtype
+            sums.summands = make_sums, self._dealing.plan, [*sums.clippings], grid.dtype
         return sums.summands
 
     def add_sums(self, sums: RunningPass) -> None:
@@ -442,10 +420,10 @@ class PrivateTraining:
 
     def record(self, loss_of: LossOf, example: Sequence[Tensor]) -> GraphedPass:
         """Record a pass; see `PrivacyEngine.capture_graph`."""
-        if self._attachment.settings.rows_per_sample > 1:
+        if self.attachment.settings.rows_per_sample > 1:
             raise UnsupportedOperation(
                 "capture_graph clips each row by itself, and records have "
-                f"rows_per_sample={self._attachment.settings.rows_per_sample} rows: train without "
+                f"rows_per_sample={self.attachment.settings.rows_per_sample} rows: train without "
                 "a graph"
             )
         if not (self.owner.is_alone and takes(*self._parameters.values())):
@@ -457,10 +435,10 @@ class PrivateTraining:
             raise UnsupportedOperation(
                 "capture_graph with adaptive clipping, whose C changes: train without a graph"
             )
-        if self._attachment.settings.batch_dim != 0:
+        if self.attachment.settings.batch_dim != 0:
             raise UnsupportedOperation("capture_graph needs samples first: batch_first=True")
         return GraphedPass(
-            self._attachment,
+            self.attachment,
             loss_of,
             example,
             num_rows=self._dealing.max_physical_batch_size or len(example[0]),
@@ -502,7 +480,7 @@ class PrivateTraining:
             running: The logical batch.
             gradients: Of everything that this rank owns, with noise, divided.
         """
-        terms, release, public = running.terms, running.release, self._attachment.public_terms
+        terms, release, public = running.terms, running.release, self.attachment.public_terms
         self._batch, self._is_taken = None, False
         assert terms is not None
         give(gradients, self._given)
@@ -564,7 +542,7 @@ class PrivateTraining:
 
     def check_trained(self) -> None:
         """Make sure that what is trained is what was made private, where no forward pass does."""
-        self._attachment.learning.check_params()
+        self.attachment.learning.check_params()
         self._check_optimizer()
 
     def _check_optimizer(self) -> None:
@@ -614,53 +592,17 @@ class PrivateTraining:
 
     # --- asking, saving --------------------------------------------------------------------------
 
-    def check(self, args: tuple, kwargs: dict[str, Any]) -> Plan:
-        """See `PrivacyEngine.check`."""
-        dim = self._attachment.settings.batch_dim
-        sizes = [
-            leaf.shape[dim]
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and leaf.ndim > dim
-        ]
-        if not sizes or sizes[0] == 0:
-            raise BadInput(
-                "expected what the module is called with, a batch of at least one sample"
-            )
-        return self._attachment.check(args, kwargs, sizes[0])
-
-    def plan(self) -> Plan:
-        """See `PrivacyEngine.plan`."""
-        if self._attachment.plan is None:
-            raise BadInput("nothing is planned before the first batch; engine.check(x) plans one")
-        return self._attachment.plan
-
     def norms(self) -> Tensor:
         """See `PrivacyEngine.per_sample_norms`; in the order of the logical batch, a collective."""
-        batch = self._known()
+        batch = self.last
         slots = batch.norms[0].new_zeros(batch.num_samples)
         slots[torch.cat(batch.positions)] = torch.cat(batch.norms)
         # Each slot has one owner and all others add 0: exact. A NaN stays one.
         return self.owner.ranks.sum_(slots) if batch.num_samples else slots
 
-    def diagnostics(self) -> Diagnostics:
-        """See `PrivacyEngine.diagnostics`."""
-        batch, norms = self._known(), self.norms()
-        finite = norms[norms.isfinite()]
-        is_clipped = ~(norms <= batch.release.max_grad_norm)
-        return Diagnostics(
-            step=batch.release.step,
-            num_samples=len(norms),
-            median_norm=float(finite.median()) if len(finite) else float("nan"),
-            clipped_fraction=float(is_clipped.double().mean()) if len(norms) else 0.0,
-            num_dropped=len(norms) - len(finite),
-        )
-
     @property
-    def last_release(self) -> Release:
-        """See `PrivacyEngine.last_release`."""
-        return self._known().release
-
-    def _known(self) -> LogicalBatch:
+    def last(self) -> LogicalBatch:
+        """The last logical batch that is complete."""
         if self._last is None:
             raise BadInput("no logical batch is complete yet")
         return self._last
@@ -708,7 +650,7 @@ class PrivateTraining:
 
 
 def _make_sums(
-    parts: Mapping[int, RunningPart],
+    sums: RunningPass,
     grid: Grid,
     granule: int,
     names: Sequence[str],
@@ -719,8 +661,6 @@ def _make_sums(
     Sums are integers, which add without rounding: over granules, passes and ranks they are the same
     in any order, and emptying a record changes what it changes in that record's own rows.
     """
-    part = parts[granule]
-    assert part.coefficients is not None
     totals = dict(zip(names, before or [None] * len(names), strict=True))
-    part.clipping.add_on_grid(part.coefficients, totals, grid)
+    sums.clippings[granule].add_on_grid(sums.coefficients[granule], totals, grid)
     return list(totals.values())
