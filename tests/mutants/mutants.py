@@ -115,7 +115,7 @@ _PRIVACY = [
     ("Mechanism.begin", "self._current is not None", "False"),
     ("_finest", "exponent - 30", "exponent - 33"),
     ("grid_of", "finer <= spacing * FINER", "finer <= spacing"),
-    ("Ledger.intend", "self.spending.add(release)", "pass"),
+    ("Ledger._append", "self.spending.add(release)", "pass"),
     ("Ledger.intend", "release.step <= self._last_step", "release.step < self._last_step"),
     ("Ledger._append", '"previous": self.head.sha256', '"previous": "0" * 64'),
     ("Ledger._append", "os.fsync(self._descriptor)", "pass"),

@@ -227,9 +227,18 @@ class Attachment:
         self._hooked: set[nn.Module] = set()  # where users' backward hooks are followed
         # A forward pass: what it draws, and its samples where values move rows.
         self._following = ExitStack()
+        names = {id(place.parameter): place.name for place in reversed(self.params.places)}
         with ExitStack() as stack:
-            for handle in self._hooks():
-                stack.callback(handle.remove)
+            for each in module.parameters():
+                if each.requires_grad:
+                    for handle in self._public_hooks(names[id(each)], each):
+                        stack.callback(handle.remove)
+            # Before all others: FSDP2's own gathers parameters, and learning runs the module too.
+            before, after = ModuleHook(self._before_forward), ModuleHook(self._after_forward)
+            handle = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            stack.callback(handle.remove)
+            handle = module.register_forward_hook(after, with_kwargs=True, always_call=True)
+            stack.callback(handle.remove)
             stack.enter_context(scaled_losses_noticed())
             self._handles = stack.pop_all()
         if settings.compile is not None:
@@ -248,20 +257,6 @@ class Attachment:
         )
         self._dealing.has_fixed_size = True
         self._handles.callback(self._compiled.detach)
-
-    def _hooks(self) -> list[Any]:
-        names = {id(place.parameter): place.name for place in reversed(self.params.places)}
-        trained = [each for each in self.module.parameters() if each.requires_grad]
-        return [
-            *(hook for each in trained for hook in self._public_hooks(names[id(each)], each)),
-            # Before all others: FSDP2's own gathers parameters, and learning runs the module too.
-            self.module.register_forward_pre_hook(
-                ModuleHook(self._before_forward), with_kwargs=True, prepend=True
-            ),
-            self.module.register_forward_hook(
-                ModuleHook(self._after_forward), with_kwargs=True, always_call=True
-            ),
-        ]
 
     def _public_hooks(self, name: str, parameter: nn.Parameter) -> list[RemovableHandle]:
         """Put hooks on a parameter: gradients that reach it past the capture are kept, or refused.
