@@ -344,12 +344,12 @@ class _Requests:
 @contextmanager
 def _kept_generators() -> Iterator[None]:
     """Undo what reading a record takes from the global generators in this process."""
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    python_state = random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002 - data sets may use the old state
     try:
-        yield
+        with torch.random.fork_rng(devices=()):
+            yield
     finally:
-        torch.set_rng_state(torch_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
 

@@ -171,7 +171,7 @@ class PrivateTraining:
         self.module, self.optimizer, self.loader = module, optimizer, loader
         self.mechanism, self.ledger = mechanism, ledger
         self._key, self._clock = key, NoiseClock(key)
-        self._guard, self._clip_rule, self._loss_reduction = guard, clip_rule, loss_reduction
+        self._guard, self.clip_rule, self._loss_reduction = guard, clip_rule, loss_reduction
         self.owner, self.owned, self._dealing = owner, owner.params, dealing
         self._parameters = {each.name: each.parameter for each in owner.params}
         self._batch: LogicalBatch | None = None
@@ -341,7 +341,7 @@ class PrivateTraining:
         whole = self.owner.whole_norms(norms)
         scaled = NormTable.of(whole, part.num_rows).scaled(factor)
         total = scaled.total()
-        by_name = CLIP_RULES[self._clip_rule](scaled, total, clip_norm, list(self._parameters))
+        by_name = CLIP_RULES[self.clip_rule](scaled, total, clip_norm, list(self._parameters))
         norms_of_rows = total.squared.clamp(min=0).sqrt()
         # Parameters that are clipped together share one tensor: it is scaled once.
         own = dict(zip(map(id, by_name.values()), by_name.values(), strict=True))
@@ -438,19 +438,14 @@ class PrivateTraining:
         if self.attachment.settings.batch_dim != 0:
             raise UnsupportedOperation("capture_graph needs samples first: batch_first=True")
         return GraphedPass(
-            self.attachment,
+            self,
             loss_of,
             example,
             num_rows=self._dealing.max_physical_batch_size or len(example[0]),
-            clip_norm=self.mechanism.release(self.loader.next_step).max_grad_norm,
-            rule=lambda each, total, clip_norm: CLIP_RULES[self._clip_rule](
-                each, total, clip_norm, list(self._parameters)
-            ),
-            followed=self._followed,
         )
 
     @contextmanager
-    def _followed(self, batch: Sequence[Tensor]) -> Iterator[None]:
+    def followed(self, batch: Sequence[Tensor]) -> Iterator[None]:
         """Follow the losses of a batch that is not the loader's, which a recorded pass adds up."""
         self._loss_check.begin(len(batch[0]), is_sum=True)
         self.recorder.begin(batch)
