@@ -41,6 +41,11 @@ FINER = 2.0**-4  # at most: the grid of sums, where it is not the noise's, besid
 Schedule = Callable[[int], float]
 
 
+def _check_positive(schedule: Any) -> None:
+    """Require all settings of a schedule to be positive, when it has been made."""
+    check.positive(**vars(schedule))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exponential:
     """Multiplied by `factor` at every step.
@@ -52,8 +57,7 @@ class Exponential:
     start: float
     factor: float
 
-    def __post_init__(self) -> None:
-        check.positive(start=self.start, factor=self.factor)
+    __post_init__ = _check_positive
 
     def __call__(self, step: int) -> float:
         """The value at a step."""
@@ -72,8 +76,7 @@ class Stairs:
     factor: float
     every: int
 
-    def __post_init__(self) -> None:
-        check.positive(start=self.start, factor=self.factor, every=self.every)
+    __post_init__ = _check_positive
 
     def __call__(self, step: int) -> float:
         """The value at a step."""
@@ -92,8 +95,7 @@ class Linear:
     end: float
     steps: int
 
-    def __post_init__(self) -> None:
-        check.positive(start=self.start, end=self.end, steps=self.steps)
+    __post_init__ = _check_positive
 
     def __call__(self, step: int) -> float:
         """The value at a step."""
@@ -112,8 +114,7 @@ class Cosine:
     end: float
     steps: int
 
-    def __post_init__(self) -> None:
-        check.positive(start=self.start, end=self.end, steps=self.steps)
+    __post_init__ = _check_positive
 
     def __call__(self, step: int) -> float:
         """The value at a step."""

@@ -406,8 +406,16 @@ class PrivateTraining:
             if self.observer is not None:
                 gradients = self.observer.see_noisy(gradients)
             self.release(running, gradients)
-        elif running.rates != [group.get("lr") for group in self.optimizer.param_groups]:
-            self._warn_of_scheduler()
+        elif not self._has_warned and running.rates != [
+            group.get("lr") for group in self.optimizer.param_groups
+        ]:
+            self._has_warned = True
+            warnings.warn(
+                "the learning rate changed between two physical batches of one logical batch: a "
+                "scheduler that steps once per loop runs too fast here. Step it only where "
+                "`loader.current.is_last`",
+                stacklevel=1,
+            )
 
     def open_release(self, running: LogicalBatch, num_samples: int) -> None:
         """Count a logical batch of so many samples, before anything of its noise is drawn."""
@@ -573,17 +581,6 @@ class PrivateTraining:
                 "clipping and would never be trained. Leave it to the optimizer, or detach() the "
                 "engine and call make_private again"
             )
-
-    def _warn_of_scheduler(self) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
-        warnings.warn(
-            "the learning rate changed between two physical batches of one logical batch: a "
-            "scheduler that steps once per loop runs too fast here. Step it only where "
-            "`loader.current.is_last`",
-            stacklevel=2,
-        )
 
     # --- asking, saving --------------------------------------------------------------------------
 
