@@ -23,7 +23,7 @@ from unison.privacy.accounting import (
 from unison.privacy.mechanism import Release
 from unison.privacy.sampling import KINDS
 from unison.rng.streams import FROM_SEED, FROM_SYSTEM
-from unison.schema import cut, is_a, open_regular, parse, short
+from unison.schema import build, cut, is_a, open_regular, parse, short
 
 LEDGER_FILE = "ledger.jsonl"  # in the folder of a run
 FORMAT = "unison-ledger/2"
@@ -476,12 +476,7 @@ def _read_head(path: Path) -> Head:
         BadInput: If it holds none.
     """
     with open_regular(path) as file:
-        data = file.read(4096)
-    found = parse(data, path)
-    if not isinstance(found, dict) or found.keys() != {"num_lines", "sha256"}:
-        raise BadInput(f"expected a head, found {short(found)}")
-    _check_types(Head, found)
-    return Head(**found)
+        return build(Head, parse(file.read(4096), path), path)
 
 
 def _release_of(found: Any) -> Release:
