@@ -334,6 +334,7 @@ class Attachment:
         self._label_check = None
         if self._pass is not None:
             self._pass.context.close()
+            self._pass.call = self._pass.summands = None
             self._pass = None
 
     # --- forward ---------------------------------------------------------------------------------
