@@ -111,7 +111,7 @@ def measure(case: Case) -> dict[str, Any]:
             norms.append(engine.per_sample_norms().tolist())
             if len(losses) == NUM_STEPS:
                 break
-        compiled = engine._attached._attachment._compiled
+        compiled = engine._attached.attachment._compiled
         assert bool(compiled and compiled.num_graphs) == case.is_compiled
         return {
             "digest": unison.digest(model),

@@ -21,6 +21,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial, update_wrapper
+from itertools import chain, repeat
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -80,7 +81,7 @@ class PrivacyCallback(Callback):
         self.engine: PrivacyEngine | None = None
         self._state: Mapping[str, Any] | None = None  # of a checkpoint
         self._loader: PrivateLoader | None = None
-        self._batches: Iterator[Any] = iter(())
+        self._batches: Iterator[Any] = iter(())  # of all epochs
         self._has_told = False  # that figures of training are not written
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -132,6 +133,7 @@ class PrivacyCallback(Callback):
             ledger=self._ledger,
             **self._settings,
         )
+        self._batches = chain.from_iterable(repeat(self._loader))
         self.engine.watch(pl_module)  # checkpoints hold all of it
         if self._state is not None:
             self.engine.load_state_dict(self._state)
@@ -162,7 +164,7 @@ class PrivacyCallback(Callback):
                 "callback max_physical_batch_size"
             )
         try:
-            return self._next_pass()
+            return next(self._batches)
         except BudgetSpent as error:
             trainer.should_stop = True
             trainer.lightning_module.print(f"training ends here: {error}")
@@ -185,7 +187,7 @@ class PrivacyCallback(Callback):
                 return output
             trainer.strategy.backward(loss, None)
             # As Lightning does with the first.
-            batch = trainer.precision_plugin.convert_input(self._next_pass())
+            batch = trainer.precision_plugin.convert_input(next(self._batches))
             batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
             trainer._logger_connector.on_batch_start(batch)
@@ -214,14 +216,6 @@ class PrivacyCallback(Callback):
                 )
             logger = False
         self._log(name, value, prog_bar, logger, *args, **more)
-
-    def _next_pass(self) -> Any:
-        assert self._loader is not None
-        batch = next(self._batches, None)
-        if batch is None:  # an epoch is over, or none has begun
-            self._batches = iter(self._loader)
-            batch = next(self._batches)
-        return batch
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -385,7 +385,7 @@ def test_the_plan_of_granules_depends_on_shapes_alone(timer):
 
 def test_ranks_that_must_agree_time_nothing(timer):
     engine, *_ = attach()
-    learning_of = engine._attached._attachment.learning
+    learning_of = engine._attached.attachment.learning
     assert learning_of._timed(torch.device("cpu")) is not None
     learning_of._owner = SimpleNamespace(is_ordered=False, everyone=SimpleNamespace(size=2))
     assert learning_of._timed(torch.device("cpu")) is None

@@ -80,28 +80,24 @@ _PRIVACY = [
     ("PrivateTraining.coefficients", ".scaled(factor)", ""),
     (
         "PrivateTraining.add_sums",
-        """running = self._open(sums)
+        """batch, running = sums.batch, self._open(sums)
         # Where a pass is all there is of its logical batch, nothing is to be added.
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            granules = [part.granule for part in self._dealing.parts]
-            make_sums, dtype = self._maker_of(sums)
-            self.owner.add(make_sums, plan, granules, dtype)
+            self.owner.add(*self._summands(sums))
 """,
-        """running = self.running(batch)
+        """batch, running = sums.batch, self.running(sums.batch)
         # Where a pass is all there is of its logical batch, nothing is to be added.
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            granules = [part.granule for part in self._dealing.parts]
-            make_sums, dtype = self._maker_of(sums)
-            self.owner.add(make_sums, plan, granules, dtype)
+            self.owner.add(*self._summands(sums))
         self._open(sums)
 """,
     ),
-    ("PrivateTraining.open_release", "self.ledger.intend(running.release)", "pass"),
-    ("PrivateTraining.terms", "release.expected_batch_size if", "num_samples if"),
+    ("PrivateTraining.open_release", "self.ledger.intend(release)", "pass"),
+    ("PrivateTraining.open_release", "release.expected_batch_size if", "num_samples if"),
     ("PrivateTraining.commit", "self.ledger.commit(self._uncommitted)", "pass"),
     ("PrivateTraining.release", "<= release.max_grad_norm", ">= release.max_grad_norm"),
     ("finalise", "release.noise_std > 0", "False"),
@@ -119,14 +115,14 @@ _PRIVACY = [
     ("Mechanism.begin", "self._current is not None", "False"),
     ("_finest", "exponent - 30", "exponent - 33"),
     ("grid_of", "finer <= spacing * FINER", "finer <= spacing"),
-    ("Ledger.intend", "self.spending.add(release)", "pass"),
+    ("Ledger._append", "self.spending.add(release)", "pass"),
     ("Ledger.intend", "release.step <= self._last_step", "release.step < self._last_step"),
     ("Ledger._append", '"previous": self.head.sha256', '"previous": "0" * 64'),
     ("Ledger._append", "os.fsync(self._descriptor)", "pass"),
     ("Spending.add", "self.num_seeded += self._is_seeded", "pass"),
     ("Spending.add", "release.effective_noise_multiplier,", "release.noise_multiplier,"),
-    ("Spending._add_shuffled", "z < begun.noise_multiplier", "False"),
-    ("Spending._add_shuffled", "step <= begun.last_step", "False"),
+    ("Spending._add_shuffled", "z >= before.noise_multiplier", "True"),
+    ("Spending._add_shuffled", "step > begun[1]", "True"),
     ("BudgetGuard.check", "trial.add(upcoming(step))", "pass"),
     ("BudgetGuard._fits", "<= self.budget.epsilon", "<= 2 * self.budget.epsilon"),
     ("AdaptiveClipping.updated", "-self.learning_rate", "self.learning_rate"),

@@ -153,7 +153,7 @@ def private_run(
     found["parameters"] = {name: value.double().tolist() for name, value in full_parameters(model)}
     found["digest"] = unison.digest(model)
     assert engine._training is not None
-    plan = engine._training._attachment.plan
+    plan = engine._training.attachment.plan
     found["passes"] = None if plan is None else (plan.num_forwards, plan.num_backwards)
     return found
 

@@ -14,7 +14,7 @@ from transformers import BatchEncoding
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import Poisson, PrivateLoader
-from unison.privacy.loader import BatchLayout, RowShapes
+from unison.privacy.loader import BatchLayout
 from unison.rng import Key
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -44,6 +44,12 @@ def x(n: int) -> torch.Tensor:
 
 def y(n: int) -> torch.Tensor:
     return torch.full((n,), 7)
+
+
+def learned(one: Any, two: Any) -> BatchLayout:
+    layout = BatchLayout()
+    layout.learn(one, two)
+    return layout
 
 
 # Each builds a batch of n records.
@@ -86,7 +92,7 @@ def describe(batch):
 @pytest.mark.parametrize("kind", BATCHES)
 def test_the_empty_batch_is_a_batch_of_no_records(kind):
     build = BATCHES[kind]
-    layout = BatchLayout(build(1), build(2))
+    layout = learned(build(1), build(2))
     for n in (1, 2, 3, 5):
         layout.check(build(n), n)
     empty = layout.empty()
@@ -100,7 +106,7 @@ def test_the_empty_batch_is_a_batch_of_no_records(kind):
 
 
 def test_empty_batches_share_nothing():
-    layout = BatchLayout(*(BATCHES["no batch dimension"](n) for n in (1, 2)))
+    layout = learned(*(BATCHES["no batch dimension"](n) for n in (1, 2)))
     first, second = layout.empty(), layout.empty()
     first["scale"].zero_()
     first["extra"] = 1
@@ -111,12 +117,12 @@ def test_empty_batches_share_nothing():
 
 def test_the_encoding_keeps_its_class_and_methods():
     build = BATCHES["batch encoding"]
-    empty = BatchLayout(build(1), build(2)).empty()
+    empty = learned(build(1), build(2)).empty()
     assert empty.to("cpu").input_ids.shape == (0, 1)
 
 
 def test_random_lengths_do_not_hide_the_records():
-    layout = BatchLayout({"x": torch.ones(1, 57)}, {"x": torch.ones(2, 63)})
+    layout = learned({"x": torch.ones(1, 57)}, {"x": torch.ones(2, 63)})
     layout.check({"x": torch.ones(9, 11)}, 9)
 
 
@@ -132,7 +138,7 @@ def test_random_lengths_do_not_hide_the_records():
     ],
 )
 def test_another_number_of_rows_raises(batch, message):
-    layout = BatchLayout(*({"x": x(n), "y": y(n)} for n in (1, 2)))
+    layout = learned(*({"x": x(n), "y": y(n)} for n in (1, 2)))
     with pytest.raises(BadInput, match=message):
         layout.check(batch, 4)
 
@@ -166,7 +172,7 @@ REFUSED = {
 def test_what_cannot_be_cut_is_refused_with_a_remedy(kind):
     build, message = REFUSED[kind]
     with pytest.raises(UnsupportedOperation, match=message) as caught:
-        BatchLayout(build(1), build(2))
+        learned(build(1), build(2))
     assert "Remedy" in str(caught.value)
 
 
@@ -198,9 +204,9 @@ def first_batches(
         DataLoader(texts(lengths), batch_size=2, collate_fn=padded_to_the_longest),  # type: ignore[arg-type]
         Poisson(rate=0.5),
         Key.from_seed(1),
+        row_shape=row_shape,
+        padding_row=padding_row,
     )
-    padding = None if padding_row is None else padded_to_the_longest([padding_row])
-    private.rows = RowShapes(row_shape, padding)
     return [batch for _, batch in zip(range(2), private, strict=False)]
 
 
@@ -232,9 +238,9 @@ def test_padding_is_the_public_rows():
 
 def test_lengths_that_are_public():
     assert len({batch["labels"].shape[1] for batch in first_batches([1, 2, 3, 9], "public")}) == 2
-    assert RowShapes("public").unit == "one row of the data set, but not its length"
+    assert BatchLayout("public").unit == "one row of the data set, but not its length"
     with pytest.raises(BadInput, match="row_shape"):
-        RowShapes("secret")
+        BatchLayout("secret")
 
 
 def test_a_name_that_is_not_in_the_batch():
@@ -248,7 +254,7 @@ def test_longer_rows_than_said():
 
 
 def test_arrays_and_rows_along_another_dimension():
-    shapes = RowShapes({0: (4, 3)})
+    shapes = BatchLayout({0: (4, 3)})
     value = np.ones((2, 5, 2), np.float32)
     found = shapes.fit(value, 1, (0,))
     assert isinstance(found, np.ndarray)

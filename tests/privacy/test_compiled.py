@@ -46,7 +46,7 @@ def uncompiled(most: int | None) -> dict[str, Tensor]:
 
 
 def passes_of(engine: PrivacyEngine) -> CompiledPasses:
-    passes = engine._attached._attachment._compiled
+    passes = engine._attached.attachment._compiled
     assert passes is not None
     return passes
 

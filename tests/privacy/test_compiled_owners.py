@@ -106,7 +106,7 @@ def run(
                 optimizer.step()
                 if done == STEPS["steps"]:
                     break
-    passes = engine._attached._attachment._compiled
+    passes = engine._attached.attachment._compiled
     engine.detach()
     return {
         "told": [str(each.message) for each in found if "ompiled" in str(each.message)],

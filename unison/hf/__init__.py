@@ -32,22 +32,15 @@ __all__ = [
     "resume",
 ]
 
-_HOMES = {
-    "FinetuneConfig": ("command", "hf"),
-    "PrivateSFTTrainer": ("sft", "trl"),
-    "PrivateTrainer": ("trainer", "hf"),
-    "export": ("command", "hf"),
-    "finetune": ("command", "hf"),
-    "generate": ("command", "hf"),
-    "resume": ("command", "hf"),
-}
+# Where they are, unless in command.py; and the extra that it needs.
+_HOMES = {"PrivateSFTTrainer": ("sft", "trl"), "PrivateTrainer": ("trainer", "hf")}
 
 
 def __getattr__(name: str) -> Any:
     """Import a trainer when it is asked for: the package that it extends is an optional one."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, extra = _HOMES[name]
+    module, extra = _HOMES.get(name, ("command", "hf"))
     from importlib import import_module
 
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import TrainingArguments
 
 from unison.errors import BadInput
 from unison.run_files import read_state, write_state
@@ -26,9 +27,10 @@ _WEIGHTS = {  # what a checkpoint may hold a model as: a pickle -> what is read 
 }
 
 
-def random_file(rank: int, num_ranks: int) -> str:
+def random_file(args: TrainingArguments) -> str:
     """The file with the state of a process's generators."""
-    return f"rng_state{f'_{rank}' if num_ranks > 1 else ''}.safetensors"
+    rank = f"_{args.process_index}" if args.world_size > 1 else ""
+    return f"rng_state{rank}.safetensors"
 
 
 def random_state() -> dict[str, Any]:

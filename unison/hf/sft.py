@@ -5,11 +5,11 @@ from typing import Any
 from trl import SFTTrainer
 
 from unison.errors import UnsupportedOperation
-from unison.hf.trainer import PrivateSteps
+from unison.hf.trainer import PrivateTrainer
 
 
-class PrivateSFTTrainer(PrivateSteps, SFTTrainer):
-    """TRL's `SFTTrainer` with private steps; see `PrivateSteps` for what it takes beside.
+class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
+    """TRL's `SFTTrainer` with private steps; see `PrivateTrainer` for what it takes beside.
 
     The loss is the mean over rows of each row's own mean: padded and completion-only data are what
     they are without privacy. Rows are cut or padded to `SFTConfig(max_length=)`. Packed rows hold

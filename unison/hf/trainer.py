@@ -16,6 +16,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 from transformers import Trainer
 from transformers.loss.loss_utils import (
     LOSS_MAPPING,
@@ -52,6 +53,7 @@ from unison.privacy import (
     PrivacyEngine,
     PrivateLoader,
     attach,
+    resized,
     sampling_for,
     steps_per_epoch,
 )
@@ -74,8 +76,16 @@ MAX_EPSILONS = 20  # of a run, while it goes on: one by PLD takes a second
 logger = logging.getLogger(__name__)
 
 
-class PrivateSteps:
-    """What private training changes in a Trainer; a class to derive from, before the Trainer's.
+class PrivateTrainer(Trainer):
+    """transformers' `Trainer` with private steps.
+
+    `per_device_train_batch_size` rows go through the model in one pass; so many times
+    `gradient_accumulation_steps` and the number of processes is the logical batch, of which every
+    step draws about as many. Steps, epochs, schedules, logging, evaluation and checkpoints count
+    logical batches. `max_grad_norm` of the arguments clips the noisy gradient, as it does any.
+
+    A class that derives from it and then from another Trainer, such as TRL's, has that one's steps
+    made private.
 
     Guarantees:
         One step of the optimizer is one logical batch, one intent and one commit in the ledger. A
@@ -100,10 +110,6 @@ class PrivateSteps:
     args: Any
     optimizer: Any
     lr_scheduler: Any
-    control: Any
-    state: Any
-    compute_loss_func: Any
-    processing_class: Any
     train_dataset: Any
 
     def __init__(
@@ -132,7 +138,7 @@ class PrivateSteps:
         self._epsilon, self._epsilon_step = 0.0, 0  # as computed last, and after which step
         self._engine: PrivacyEngine | None = None
         self._loader: PrivateLoader | None = None
-        self._batches: Iterator[Any] = iter(())
+        self._batches: Iterator[Any] = iter(())  # of all epochs
         self._whole: dict[str, Tensor] | None = None  # a sharded model's values, while it is saved
         _refuse(self)
 
@@ -162,9 +168,7 @@ class PrivateSteps:
         self.args = copy.copy(users)
         self.args.gradient_accumulation_steps = 1
         try:
-            return super().train(  # type: ignore[misc]
-                resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval
-            )
+            return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
         finally:
             self.args = users
             if self._engine is not None and self._loader is not None:
@@ -175,46 +179,40 @@ class PrivateSteps:
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader that counts steps: one number for every logical batch of an epoch."""
-        theirs = super().get_train_dataloader()  # type: ignore[misc]
+        theirs = super().get_train_dataloader()
         tokenizer, config = self.processing_class, getattr(self.model, "config", None)
         padding = getattr(tokenizer, "pad_token_id", None)
         padding = getattr(config, "pad_token_id", None) if padding is None else padding
         is_shuffled = self.privacy.sampling == "shuffled"
-        self._data = DataLoader(
-            theirs.dataset,
-            batch_size=self._batch_size,
-            shuffle=True,
+        self._data = resized(
+            theirs,
+            self._batch_size,
+            RandomSampler(theirs.dataset),  # type: ignore[arg-type]
             drop_last=is_shuffled or self.args.dataloader_drop_last,
             collate_fn=RowCollator(theirs.collate_fn, self._max_length, padding or 0),
-            num_workers=theirs.num_workers,
-            pin_memory=theirs.pin_memory,
-            persistent_workers=theirs.persistent_workers,
-            prefetch_factor=theirs.prefetch_factor,
-            multiprocessing_context=theirs.multiprocessing_context,
-            worker_init_fn=theirs.worker_init_fn,
         )
-        sampling = sampling_for(self.privacy, self._batch_size, len(theirs.dataset))
+        sampling = sampling_for(self.privacy, self._batch_size, len(theirs.dataset))  # type: ignore[arg-type]
         return DataLoader(range(steps_per_epoch(sampling)))  # type: ignore[arg-type]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """As the Trainer's; rows that are trained on are refused."""
         is_named = eval_dataset is None or isinstance(eval_dataset, str)  # given, and looked at
         _refuse_training_rows(None if is_named else eval_dataset, self.train_dataset)
-        return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """As the Trainer's; rows that are trained on are refused."""
         _refuse_training_rows(test_dataset, self.train_dataset)
-        return super().get_test_dataloader(test_dataset)  # type: ignore[misc]
+        return super().get_test_dataloader(test_dataset)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         """Attach the engine to what the Trainer has prepared, and go on from a checkpoint."""
         # The Trainer's word for a model that sees to its own gradients: it is not put into DDP.
-        self.is_distributed_loading_by_transformers = self._is_sharded
+        self.is_distributed_loading_by_transformers = _are_sharded(self.model)
         try:
-            prepared = super()._prepare_for_training(  # type: ignore[misc]
+            prepared = super()._prepare_for_training(
                 max_steps, train_dataloader, resume_from_checkpoint
             )
         finally:
@@ -229,6 +227,7 @@ class PrivateSteps:
             ledger=Path(self.args.output_dir) / LEDGER_FILE,
             max_physical_batch_size=self.args.per_device_train_batch_size,
         )
+        self._batches = chain.from_iterable(repeat(self._loader))
         if resume_from_checkpoint is not None:
             path = _require_file(Path(resume_from_checkpoint) / STATE_FILE)
             self._engine.load_state_dict(read_json(path))
@@ -239,14 +238,10 @@ class PrivateSteps:
 
     # --- what is saved ---------------------------------------------------------------------------
 
-    @property
-    def _is_sharded(self) -> bool:
-        return _are_sharded(self.model)
-
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move a model, unless it is sharded: that is where it belongs."""
         if not _are_sharded(model):
-            return super()._move_model_to_device(model, device)  # type: ignore[misc]
+            return super()._move_model_to_device(model, device)
         found = next(model.parameters()).device.type
         if found != device.type:
             raise BadInput(
@@ -257,21 +252,21 @@ class PrivateSteps:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model, as the Trainer does; with a sharded one every process must call."""
-        if self._is_sharded:
+        if _are_sharded(self.model):
             each_node = self.args.save_on_each_node
             self._whole = full_state_dict(self.model, rank0_only=not each_node)
         try:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            super().save_model(output_dir, _internal_call)
         finally:
             self._whole = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        super()._save(output_dir, state_dict if self._whole is None else self._whole)  # type: ignore[misc]
+        super()._save(output_dir, state_dict if self._whole is None else self._whole)
 
     # What torch would write as pickles, and read as such, is safetensors and JSON here.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._is_sharded:
+        if _are_sharded(self.model):
             each_node = self.args.save_on_each_node
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's has one
             state = full_optimizer_state_dict(self.model, optimizer, rank0_only=not each_node)
@@ -302,7 +297,7 @@ class PrivateSteps:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
 
         def use(states: dict[str, Any]) -> None:
-            if self._is_sharded:
+            if _are_sharded(self.model):
                 load_full_optimizer_state_dict(self.model, optimizer, states["optimizer"])
             else:
                 self.optimizer.load_state_dict(states["optimizer"])
@@ -313,16 +308,12 @@ class PrivateSteps:
     def _save_rng_state(self, output_dir: str) -> None:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        save_states(folder / self._random_file, random_state())
+        save_states(folder / random_file(self.args), random_state())
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        path = Path(checkpoint or "") / self._random_file
+        path = Path(checkpoint or "") / random_file(self.args)
         if checkpoint is not None and path.is_file():  # other numbers of processes have others
             load_states(path, set_random_state)
-
-    @property
-    def _random_file(self) -> str:
-        return random_file(self.args.process_index, self.args.world_size)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Nothing: scaled gradients are refused."""
@@ -330,11 +321,11 @@ class PrivateSteps:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         _require_file(Path(resume_from_checkpoint) / STATE_FILE)
         refuse_pickled_model(Path(resume_from_checkpoint))
-        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        refuse_pickled_model(Path(self.state.best_model_checkpoint))
-        super()._load_best_model()  # type: ignore[misc]
+        refuse_pickled_model(Path(str(self.state.best_model_checkpoint)))
+        super()._load_best_model()
 
     # --- a step ----------------------------------------------------------------------------------
 
@@ -344,7 +335,7 @@ class PrivateSteps:
         """Draw the logical batch of the next step; none, and the run ends, at the budget."""
         try:
             next(epoch_iterator)
-            first = self._next_pass()
+            first = next(self._batches)
         except StopIteration:
             return [], None
         except BudgetSpent as error:
@@ -353,19 +344,11 @@ class PrivateSteps:
             return [], None
         return [self._passes(first)], None
 
-    def _next_pass(self) -> Any:
-        batch = next(self._batches, None)
-        if batch is None:  # an epoch is over, or none has begun
-            assert self._loader is not None
-            self._batches = iter(self._loader)
-            batch = next(self._batches)
-        return batch
-
     def _passes(self, first: Any) -> Iterator[Any]:
         assert self._loader is not None
         yield first
         while self._loader.is_open:
-            yield self._next_pass()
+            yield next(self._batches)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
@@ -376,7 +359,7 @@ class PrivateSteps:
             Zero: no ε covers the loss of training rows, and the Trainer would write it to files.
         """
         for batch in inputs:
-            super().training_step(model, batch)  # type: ignore[misc]
+            super().training_step(model, batch)
         assert self._loader is not None
         self._loader.leave()  # what comes until the next step is not followed
         return torch.zeros((), device=self.args.device)
@@ -399,7 +382,7 @@ class PrivateSteps:
         kind = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "")
         is_of_tokens = torch.is_tensor(labels) and labels.ndim == 2 and kind in _LOSSES_OF_TOKENS
         if not model.training:
-            return super().compute_loss(model, inputs, return_outputs)  # type: ignore[misc]
+            return super().compute_loss(model, inputs, return_outputs)
         if self.compute_loss_func is not None or not is_of_tokens:
             # The Trainer's own: TRL's would run the model twice, and log what it finds.
             return Trainer.compute_loss(self, model, inputs, return_outputs)  # type: ignore[arg-type]
@@ -424,7 +407,7 @@ class PrivateSteps:
         is_due = self.state.global_step >= self._epsilon_step + every or "train_runtime" in logs
         if is_of_training and is_due:
             logs |= self._spent()
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
     def _spent(self) -> dict[str, float]:
         """ε so far, σ, and what is left of the budget."""
@@ -443,7 +426,7 @@ class PrivateSteps:
         return spent
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        done = super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+        done = super()._finalize_training(*args, **kwargs)
         metrics = {name: each for name, each in done.metrics.items() if name not in _UNCOVERED}
         return TrainOutput(done.global_step, float("nan"), metrics | self._spent())
 
@@ -454,21 +437,11 @@ class PrivateSteps:
     def num_examples(self, dataloader: Any) -> int:
         """Return the number of training rows, where the loader counts steps."""
         is_ours = isinstance(dataloader.dataset, range)
-        return len(self._data.dataset) if is_ours else super().num_examples(dataloader)  # type: ignore[misc, arg-type]
+        return len(self._data.dataset) if is_ours else super().num_examples(dataloader)  # type: ignore[arg-type]
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the rows that a step draws, as expected, on all ranks together."""
-        return self._batch_size or super().get_total_train_batch_size(args)  # type: ignore[misc]
-
-
-class PrivateTrainer(PrivateSteps, Trainer):
-    """transformers' `Trainer` with private steps; see `PrivateSteps` for what it takes beside.
-
-    `per_device_train_batch_size` rows go through the model in one pass; so many times
-    `gradient_accumulation_steps` and the number of processes is the logical batch, of which every
-    step draws about as many. Steps, epochs, schedules, logging, evaluation and checkpoints count
-    logical batches. `max_grad_norm` of the arguments clips the noisy gradient, as it does any.
-    """
+        return self._batch_size or super().get_total_train_batch_size(args)
 
 
 def token_losses(

@@ -11,7 +11,7 @@ from unison.privacy.calibration import (
     noise_multiplier_for,
     steps_for,
 )
-from unison.privacy.engine import PrivacyEngine, attach
+from unison.privacy.engine import Diagnostics, PrivacyEngine, attach
 from unison.privacy.ledger import Ledger, commit_to_data
 from unison.privacy.ledger_file import LEDGER_FILE, LedgerFile, Session, read_ledger
 from unison.privacy.loader import PrivateLoader
@@ -34,7 +34,6 @@ from unison.privacy.sampling import (
     sampling_for,
     steps_per_epoch,
 )
-from unison.privacy.training import Diagnostics
 
 __all__ = [
     "LEDGER_FILE",

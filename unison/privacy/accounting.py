@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -73,16 +73,6 @@ class Event:
     noise_multiplier: float
 
 
-@dataclass
-class _Pass:
-    """A pass over shuffled data that has begun and is counted whole, at its least noise."""
-
-    sampling: Shuffled
-    epoch: int
-    last_step: int
-    noise_multiplier: float
-
-
 class Spending:
     """The events that releases come to, one after the other.
 
@@ -115,7 +105,9 @@ class Spending:
         self.num_draws = 0
         self._is_seeded = False  # the session that releases are added to
         self._plan: Mapping[str, Any] = {}  # what it said that it would apply
-        self._pass: _Pass | None = None
+        # A pass over shuffled data that has begun and is counted whole, at its least noise: its
+        # sampling and epoch, its last step, and the event.
+        self._pass: tuple[tuple[Shuffled, int], int, Event] | None = None
 
     def add(self, release: Release) -> None:
         """Count a release."""
@@ -179,7 +171,6 @@ class Spending:
         """A copy that can be added to."""
         copied = copy.copy(self)
         copied.events = self.events.copy()
-        copied._pass = copy.copy(self._pass)
         return copied
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,46 +203,27 @@ class Spending:
             self.events[Event(sampling, fields["noise_multiplier"])] += fields["count"]
 
     def _add_shuffled(self, step: int, sampling: Shuffled, z: float) -> None:
-        begun, epoch = self._pass, sampling.epoch_of(step)
-        if (
-            begun is None
-            or (begun.sampling, begun.epoch) != (sampling, epoch)
-            or step <= begun.last_step
-        ):
-            self._pass = _Pass(sampling, epoch, step, z)
-            self.events[Event(None, z)] += 1
-            return
-        begun.last_step = step
-        if z < begun.noise_multiplier:
-            before = Event(None, begun.noise_multiplier)
-            self.events[Event(None, z)] += 1
+        epoch, event = (sampling, sampling.epoch_of(step)), Event(None, z)
+        begun = self._pass
+        if begun is not None and begun[0] == epoch and step > begun[1]:
+            before = begun[2]
+            if z >= before.noise_multiplier:
+                self._pass = epoch, step, before
+                return
             self.events[before] -= 1
             if not self.events[before]:
                 del self.events[before]
-            begun.noise_multiplier = z
+        self._pass = epoch, step, event
+        self.events[event] += 1
 
 
-class HasSpending(Protocol):
-    """A ledger, open or read."""
-
-    @property
-    def spending(self) -> Spending:
-        """What it counts."""
-        ...
-
-
-Source = Spending | HasSpending | Iterable[Release]
-
-
-def spending_of(source: Source) -> Spending:
-    """What a ledger, or a sequence of releases, comes to."""
-    if isinstance(source, Spending):
-        return source
-    found = getattr(source, "spending", None)
+def spending_of(source: Any) -> Spending:
+    """What a ledger (open, or read from its file), or a sequence of releases, comes to."""
+    found = getattr(source, "spending", source)
     if isinstance(found, Spending):
         return found
     spending = Spending()
-    for release in source:  # pyright: ignore[reportGeneralTypeIssues]
+    for release in source:
         spending.add(release)
     return spending
 
@@ -259,7 +231,7 @@ def spending_of(source: Source) -> Spending:
 # ---- ε -------------------------------------------------------------------------------------------
 
 
-def epsilon_of(source: Source, delta: float, accountant: str = "pld") -> float:
+def epsilon_of(source: Any, delta: float, accountant: str = "pld") -> float:
     """ε at δ of what a ledger or a sequence of releases holds.
 
     Guarantees:
@@ -282,7 +254,7 @@ def epsilon_of(source: Source, delta: float, accountant: str = "pld") -> float:
     return epsilon_if_secret(spending, delta, accountant)
 
 
-def epsilon_if_secret(source: Source, delta: float, accountant: str = "pld") -> float:
+def epsilon_if_secret(source: Any, delta: float, accountant: str = "pld") -> float:
     """ε at δ as it would be had every key been secret: what budgets and tests of seeded runs use.
 
     The same as `epsilon_of` where every key was; arguments and errors are its own.

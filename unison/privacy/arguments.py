@@ -4,7 +4,6 @@ And what cannot be trained privately is refused: loaders, and gradients past the
 """
 
 import fnmatch
-import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.jit import ScriptModule
-from torch.optim import Optimizer
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -80,43 +78,6 @@ def num_trainable(module: nn.Module) -> int:
     return sum(math.prod(each.shape) for each in module.parameters() if each.requires_grad)
 
 
-def check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> None:
-    """Require the optimizer to hold the module's trainable parameters and no others."""
-    if not isinstance(optimizer, Optimizer):
-        raise BadInput(
-            f"optimizer= expects a torch.optim.Optimizer, found {type(optimizer).__name__}, whose "
-            "steps nobody is told of. If it wraps one, give make_private that one, and wrap the "
-            "optimizer that make_private returns"
-        )
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise UnsupportedOperation(
-            f"{type(optimizer).__name__}.step needs a closure, and calls it as often as it likes: "
-            "every call would release the batch again, and be spent again. Use an optimizer of "
-            "first order that steps without one, such as SGD or AdamW"
-        )
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    missing = [name for name, each in trainable.items() if id(each) not in held]
-    if missing:
-        raise BadInput(
-            f"the optimizer does not have {_listed(missing)}: they would take part in clipping and "
-            "never be trained. Give them to it, or freeze them with requires_grad_(False)"
-        )
-    known = {id(each) for each in trainable.values()}
-    others = [
-        tuple(each.shape)
-        for group in optimizer.param_groups
-        for each in group["params"]
-        if id(each) not in known and each.requires_grad
-    ]
-    if others:
-        raise BadInput(
-            f"the optimizer has {len(others)} parameters that are not the module's (shapes "
-            f"{others[:3]}): they would be trained without privacy. Build it from "
-            "module.parameters()"
-        )
-
-
 def check_public_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Require every pattern to name a buffer (or a frozen parameter) of the module."""
     if isinstance(patterns, str):
@@ -129,7 +90,7 @@ def check_public_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[st
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise BadInput(
-                f"public_buffers: the module has no buffer {pattern!r}; it has {_listed(buffers)}"
+                f"public_buffers: the module has no buffer {pattern!r}; it has {listed(buffers)}"
             )
     return tuple(patterns)
 
@@ -179,9 +140,22 @@ def unprepared(prepared: Any) -> Any:
 
 
 def resized(
-    data_loader: DataLoader[Any], batch_size: int, sampler: Any = None, *, drop_last: bool = False
+    data_loader: DataLoader[Any],
+    batch_size: int,
+    sampler: Any = None,
+    *,
+    drop_last: bool = False,
+    **changed: Any,
 ) -> DataLoader[Any]:
-    """A loader of the same records with another batch size, such as that of all processes."""
+    """A loader of the same records with another batch size, such as that of all processes.
+
+    Args:
+        data_loader: The loader.
+        batch_size: Of the new one.
+        sampler: Another one than the loader's.
+        drop_last: As for `DataLoader`.
+        changed: Other settings of `DataLoader` that are not to be kept.
+    """
     if sampler is None:
         refuse_unknown_loader(data_loader)  # what is special to it would be lost
         sampler = data_loader.sampler
@@ -190,7 +164,7 @@ def resized(
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        **{name: getattr(data_loader, name) for name in KEPT_SETTINGS},
+        **{name: getattr(data_loader, name) for name in KEPT_SETTINGS} | changed,
     )
 
 
@@ -225,7 +199,8 @@ def batch_size_of(data_loader: DataLoader[Any]) -> int:
     return size
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(names[:3]) or "none") + more
 
@@ -299,7 +274,12 @@ def refuse_unknown_loader(data_loader: Any) -> None:
             f"expected a torch.utils.data.DataLoader, found {type(data_loader).__name__}. Remedy: "
             "pass the DataLoader itself, before any wrapper; private sampling does the dealing"
         )
-    _refuse_subclass(data_loader)
+    for name in ("__iter__", "_get_iterator"):
+        if getattr(type(data_loader), name) is not getattr(DataLoader, name):
+            raise UnsupportedOperation(
+                f"{type(data_loader).__name__} has its own {name}, which private sampling would "
+                "not run. Remedy: pass a plain torch.utils.data.DataLoader over the same data set"
+            )
     if isinstance(data_loader.dataset, IterableDataset):
         raise UnsupportedOperation(
             f"{type(data_loader.dataset).__name__} is an IterableDataset: its records have no "
@@ -347,15 +327,6 @@ def refuse_contradiction(data_loader: DataLoader[Any], draws: Draws) -> None:
         )
 
 
-def _refuse_subclass(data_loader: DataLoader[Any]) -> None:
-    for name in ("__iter__", "_get_iterator"):
-        if getattr(type(data_loader), name) is not getattr(DataLoader, name):
-            raise UnsupportedOperation(
-                f"{type(data_loader).__name__} has its own {name}, which private sampling would "
-                "not run. Remedy: pass a plain torch.utils.data.DataLoader over the same data set"
-            )
-
-
 def _refuse_sampler(data_loader: DataLoader[Any]) -> None:
     batches: Any = data_loader.batch_sampler
     sampler: Any = data_loader.sampler
@@ -387,15 +358,6 @@ def _refuse_sampler(data_loader: DataLoader[Any]) -> None:
             "RandomSampler(replacement=True) may take a record twice in a step, and then its "
             "gradient counts twice. Remedy: shuffle=True instead"
         )
-    num_records = _num_records(data_loader)
-    if len(sampler) != num_records:
-        raise UnsupportedOperation(
-            f"the loader's {type(sampler).__name__} takes {len(sampler)} records of {num_records}. "
-            "Remedy: take a torch.utils.data.Subset as data set, and leave the sampler out"
-        )
-
-
-def _num_records(data_loader: DataLoader[Any]) -> int:
     try:
         num_records = len(data_loader.dataset)  # type: ignore[arg-type]
     except TypeError as error:
@@ -405,7 +367,11 @@ def _num_records(data_loader: DataLoader[Any]) -> int:
         ) from error
     if num_records == 0:
         raise BadInput("the data set is empty: there is no record to draw")
-    return num_records
+    if len(sampler) != num_records:
+        raise UnsupportedOperation(
+            f"the loader's {type(sampler).__name__} takes {len(sampler)} records of {num_records}. "
+            "Remedy: take a torch.utils.data.Subset as data set, and leave the sampler out"
+        )
 
 
 def refuse_gradient(name: str, _: Tensor) -> None:

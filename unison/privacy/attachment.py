@@ -14,7 +14,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -23,21 +23,21 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from unison.capture import Capture, RngAutocastState
 from unison.capture.torch_compile import uncompile
 from unison.capture.tracked import ParamRegistry
-from unison.clip import Clipping, Plan
-from unison.clip.bounds import Grid
+from unison.clip import Clipping, Learned, Plan
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
-from unison.parallel import MakeSums, ParallelAdapter, private_trainings
+from unison.parallel import MakeSums, private_trainings
+from unison.privacy.arguments import refuse_gradient
 from unison.privacy.compiled import CompiledPasses
 from unison.privacy.inputs import (
     BufferVersions,
     Inputs,
     ModuleHook,
-    PublicTerms,
     buffer_versions,
     holds_samples,
     inputs_of,
@@ -47,15 +47,17 @@ from unison.privacy.inputs import (
 )
 from unison.privacy.learning import ClippingSettings, Learning
 from unison.privacy.loss_check import KEPT, label_check
-from unison.privacy.loss_tape import EARLIER, LossRecorder, refuse_unseen
+from unison.privacy.loss_tape import EARLIER, OTHER_ROWS, refuse_unseen
 from unison.privacy.sampling import (
     BatchDealer,
     Part,
     PhysicalBatch,
     granular_pass,
     packed,
+    take_mean_was_used,
     unpacked,
 )
+from unison.shard.deal import BatchPlan
 from unison.torch_internals import (
     DynamoBackend,
     backend_of_caller,
@@ -75,6 +77,8 @@ _as_no_view = torch.ops.aten._unsafe_view.default
 # Calls back when the running backward pass has ended, after those that asked before.
 _queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
+Summands = tuple[MakeSums, BatchPlan, Sequence[int], torch.dtype]
+"""What `ParallelAdapter.add` takes."""
 OnBackward = Callable[[tuple[Tensor, ...], tuple[Tensor | None, ...]], None]
 
 
@@ -146,73 +150,41 @@ class Phase(Enum):
 
 
 @dataclass(eq=False)
-class RunningPart:
-    """Rows that are computed together, on their way through the module."""
-
-    rows: Part
-    clipping: Clipping
-    capture: Capture
-    coefficients: Mapping[str, Tensor] | None = None
-
-
-@dataclass(eq=False)
 class RunningPass:
-    """One physical batch on its way through the module; it makes its clipped sums.
-
-    Sums are integers, which add without rounding: over granules, passes and ranks they are the same
-    in any order, and emptying a record changes what it changes in that record's own rows.
+    """One physical batch on its way through the module.
 
     Attributes:
         batch: The batch.
-        parts: Its rows by granule.
-        captures: Of all parts.
-        context: What is put in the module's place for the pass.
+        parts: Its rows.
+        clippings: What takes their records, by granule.
+        captures: What makes them, likewise.
+        context: What is put in the module's place for the pass; closed, it lets go of all records.
         num_backwards: Backward passes that clipping takes.
         buffers: Versions of the module's buffers when it began.
         call: What the module is called with, if it is to be run again.
         phase: How far it has come.
-        maker: What makes its sums, and their dtype, once they may be made.
+        coefficients: Of the samples for each parameter, by granule, once norms are known.
+        summands: What makes its sums, once they may be made.
     """
 
     batch: PhysicalBatch
-    parts: dict[int, RunningPart]
-    captures: Sequence[Capture]
+    parts: Sequence[Part]
+    clippings: dict[int, Clipping]
+    captures: dict[int, Capture]
     context: ExitStack
     num_backwards: int
     buffers: BufferVersions
     call: tuple[tuple, dict[str, Any], RngAutocastState] | None = None
     phase: Phase = Phase.FORWARD
-    maker: tuple[MakeSums, torch.dtype] | None = None
-
-    def close(self) -> None:
-        """Let go of the module and of what was recorded: the pass is over, or given up."""
-        self.context.close()
-        for capture in self.captures:
-            capture.release()
-        self.parts.clear()
-        self.call = self.maker = None
-
-    def make_sums(
-        self, grid: Grid, granule: int, names: Sequence[str], before: Sequence[Tensor | None] | None
-    ) -> list[Tensor | None]:
-        """Return this rank's clipped sums of these parameters on a grid; see `MakeSums`."""
-        part = self.parts[granule]
-        assert part.coefficients is not None
-        totals = dict(zip(names, before or [None] * len(names), strict=True))
-        part.clipping.add_on_grid(part.coefficients, totals, grid)
-        return list(totals.values())
-
-    def is_complete(self, names: Sequence[str]) -> bool:
-        """Whether a second backward pass has come by all uses of these parameters."""
-        return all(part.clipping.is_complete(names) for part in self.parts.values())
+    coefficients: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    summands: Summands | None = None
 
     def shares(self) -> dict[str, tuple[Tensor, Tensor]] | None:
         """Return what the sums are made of (`Clipping.shares`); None if there are granules."""
-        if len(self.parts) != 1:
+        if len(self.clippings) != 1:
             return None
-        (part,) = self.parts.values()
-        assert part.coefficients is not None
-        return part.clipping.shares(part.coefficients)
+        ((granule, clipping),) = self.clippings.items()
+        return clipping.shares(self.coefficients[granule])
 
 
 class Attachment:
@@ -222,26 +194,19 @@ class Attachment:
     evaluation mode and without gradients nothing is captured.
 
     Args:
-        module: The user's module.
+        training: Knows the user's module, the batch in his hands and his loss; decides the
+            coefficients, and takes the clipped sums.
         settings: How clipping is computed.
-        owner: Who holds the module's parameters.
-        dealing: What the rows of the batch in the user's hands are.
-        training: Knows that batch, decides the coefficients, and takes the clipped sums.
-        recorder: Follows the user's loss.
-        public_terms: Takes gradients of terms of the loss that do not depend on data.
+        dealing: What the rows of that batch are.
+
+    Attributes:
+        public_terms: Gradients of terms of the logical batch's loss that do not depend on data.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        settings: ClippingSettings,
-        *,
-        owner: ParallelAdapter,
-        dealing: BatchDealer,
-        training: "PrivateTraining",
-        recorder: LossRecorder,
-        public_terms: PublicTerms,
+        self, training: "PrivateTraining", settings: ClippingSettings, dealing: BatchDealer
     ) -> None:
+        module, owner = training.module, training.owner
         self.module, self.settings = module, settings
         self.params = ParamRegistry(module)
         self._inputs_of = partial(inputs_of, dim=settings.batch_dim, rows=settings.rows_per_sample)
@@ -249,7 +214,9 @@ class Attachment:
         self.plan: Plan | None = None
         self._training: PrivateTraining | GraphedPass | None = training
         self._pass: RunningPass | None = None
-        self._recorder, self._public_terms = recorder, public_terms
+        self._recorder = training.recorder
+        self.public_terms: dict[str, Tensor] = {}
+        self._without_grad: set[int] = set()  # parameters that had none before such a term's
         self._follows_loss = True
         self.learning = Learning(module, settings, owner, self.params)
         self._compiled: CompiledPasses | None = None
@@ -260,9 +227,18 @@ class Attachment:
         self._hooked: set[nn.Module] = set()  # where users' backward hooks are followed
         # A forward pass: what it draws, and its samples where values move rows.
         self._following = ExitStack()
+        names = {id(place.parameter): place.name for place in reversed(self.params.places)}
         with ExitStack() as stack:
-            for handle in self._hooks():
-                stack.callback(handle.remove)
+            for each in module.parameters():
+                if each.requires_grad:
+                    for handle in self._public_hooks(names[id(each)], each):
+                        stack.callback(handle.remove)
+            # Before all others: FSDP2's own gathers parameters, and learning runs the module too.
+            before, after = ModuleHook(self._before_forward), ModuleHook(self._after_forward)
+            handle = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            stack.callback(handle.remove)
+            handle = module.register_forward_hook(after, with_kwargs=True, always_call=True)
+            stack.callback(handle.remove)
             stack.enter_context(scaled_losses_noticed())
             self._handles = stack.pop_all()
         if settings.compile is not None:
@@ -282,35 +258,48 @@ class Attachment:
         self._dealing.has_fixed_size = True
         self._handles.callback(self._compiled.detach)
 
-    @property
-    def _is_compiled(self) -> bool:
-        """Whether passes are compiled, as far as is known."""
-        return self._compiled is not None and self._compiled.refusal is None
+    def _public_hooks(self, name: str, parameter: nn.Parameter) -> list[RemovableHandle]:
+        """Put hooks on a parameter: gradients that reach it past the capture are kept, or refused.
 
-    def _take_over_compiled(self) -> None:
-        """Let passes be compiled if the user has compiled the module after `make_private`."""
-        if not self._follows_loss:
-            return
-        backend = None
-        if is_compiled([vars(each) for _, each in self.params.modules]):
-            backend = uncompile(self.module, self._handles)
-        if self._compiled is None and not self._is_told:
-            backend = backend or backend_of_caller()
-            if backend is not None:
-                self._compile_with(backend)
+        Terms such as `loss + 0.01 * sum(p.square().sum() ...)` need no clipping and no noise. Their
+        gradients are added to the noisy ones as they are.
 
-    def _hooks(self) -> list[Any]:
-        names = {id(place.parameter): place.name for place in reversed(self.params.places)}
-        trained = [each for each in self.module.parameters() if each.requires_grad]
+        Guarantees:
+            A gradient is kept only if the loss of the running pass was found to have terms whose
+            gradients are the same bits for any values of the batch; every other gradient that
+            reaches a parameter raises.
+
+        They know this object weakly: hooks of tensors are out of the garbage collector's sight.
+        """
+        attached, own = ref(self), ref(parameter)
+
+        def take(gradient: Tensor) -> Tensor | None:
+            held, parameter = attached(), own()
+            if held is None or parameter is None:
+                return None
+            if not held._recorder.has_terms:
+                refuse_gradient(name, gradient)
+            if held._owner.everyone.size > 1 or parameter.shape != gradient.shape:
+                raise UnsupportedOperation(
+                    f"the loss has a term of {name!r} that does not depend on the batch, and the "
+                    "module is trained on several ranks. Remedy: the optimizer's weight_decay, or "
+                    "add the term's gradient to parameter.grad before optimizer.step()"
+                )
+            # Each pass of a logical batch has the same term: it counts once.
+            held.public_terms[name] = gradient.detach().clone()
+            if parameter.grad is None:
+                held._without_grad.add(id(parameter))
+            return torch.zeros_like(gradient)
+
+        def after(parameter: Tensor) -> None:
+            held = attached()
+            if held is not None and id(parameter) in held._without_grad:
+                held._without_grad.discard(id(parameter))
+                parameter.grad = None  # undo what autograd did with the zeros
+
         return [
-            *(hook for each in trained for hook in self._public_terms.hooks(names[id(each)], each)),
-            # Before all others: FSDP2's own gathers parameters, and learning runs the module too.
-            self.module.register_forward_pre_hook(
-                ModuleHook(self._before_forward), with_kwargs=True, prepend=True
-            ),
-            self.module.register_forward_hook(
-                ModuleHook(self._after_forward), with_kwargs=True, always_call=True
-            ),
+            parameter.register_hook(take),
+            parameter.register_post_accumulate_grad_hook(after),
         ]
 
     @contextmanager
@@ -318,7 +307,7 @@ class Attachment:
         """Let another decide in this block: for passes that are not of the loader's batches.
 
         Args:
-            graphed: Stands in for the dealing (`granule`, `parts`, `most_rows`, `begin_backward`)
+            graphed: Stands in for the dealing (`granule`, `parts`, `most_rows`, `mean_was_used`)
                 and for the training (`current`, `coefficients`, `add_sums`).
         """
         self.drop_pass()
@@ -344,26 +333,36 @@ class Attachment:
         self._following.close()
         self._label_check = None
         if self._pass is not None:
-            self._pass.close()
+            self._pass.context.close()
+            self._pass.call = self._pass.summands = None
             self._pass = None
 
     # --- forward ---------------------------------------------------------------------------------
 
-    def check(self, args: tuple, kwargs: dict[str, Any], num_rows: int) -> Plan:
+    def check(self, args: tuple, kwargs: dict[str, Any]) -> Plan:
         """Learn what the module does with a batch, and make sure that it can be clipped.
 
         Raises:
-            BadInput: What is trained is not what was made private.
+            BadInput: There is no batch, or what is trained is not what was made private.
             UnsupportedOperation: An operation has no rule, or samples mix.
         """
-        inputs = self._inputs_of(args, kwargs, num_rows)
-        learned = self.learning.learn(inputs)
-        return self.learning.plan(
-            learned,
-            self._dealing.rows_to_plan(num_rows),
-            inputs,
-            is_compiled=self._is_compiled,
-        )
+        dim = self.settings.batch_dim
+        sizes = [
+            leaf.shape[dim]
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and leaf.ndim > dim
+        ]
+        if not sizes or sizes[0] == 0:
+            raise BadInput(
+                "expected what the module is called with, a batch of at least one sample"
+            )
+        inputs = self._inputs_of(args, kwargs, sizes[0])
+        num_rows = self._dealing.rows_to_plan(sizes[0])
+        return self._plan_of(self.learning.learn(inputs), num_rows, inputs)
+
+    def _plan_of(self, learned: Learned, num_rows: int, inputs: Inputs) -> Plan:
+        is_compiled = self._compiled is not None and self._compiled.refusal is None
+        return self.learning.plan(learned, num_rows, inputs, is_compiled=is_compiled)
 
     @property
     def is_aside(self) -> bool:
@@ -380,7 +379,7 @@ class Attachment:
                 f"{name} would write down what the engine does beside what the module does: call "
                 "module.eval() or use torch.no_grad() around it, or give it copy.deepcopy(module)"
             )
-        self._recorder.enter_module(args, kwargs)
+        self._recorder.suspend((args, kwargs))
         if not is_trained:
             return
         if self._training is None:
@@ -404,11 +403,11 @@ class Attachment:
             self._following.enter_context(drawing)
         if joined is not None:
             self._join(joined, args, kwargs)
-            for capture in joined.captures:
+            for capture in joined.captures.values():
                 capture.is_outside = False
         self._follow_hooks()
         self._pass = joined or self._begin_pass(batch, args, kwargs)
-        if self._pass.captures[0].axes.is_traced:
+        if any(each.axes.is_traced for each in self._pass.captures.values()):
             self._follow(self._following, self._pass, args, kwargs)
 
     def _follow_hooks(self) -> None:
@@ -416,7 +415,9 @@ class Attachment:
         for _, each in self.params.modules:
             if each not in self._hooked and (each._backward_hooks or each._backward_pre_hooks):
                 self._hooked.add(each)
-                hook = ModuleHook(_hide, self._recorder)
+                # What it sees of a batch is no longer unknown to the recorder.
+                recorder = self._recorder
+                hook = ModuleHook(lambda module, *gradients, to=recorder: to.hide(gradients))
                 if each._backward_pre_hooks:
                     handle = each.register_full_backward_pre_hook(hook, prepend=True)
                     self._handles.callback(handle.remove)
@@ -434,10 +435,6 @@ class Attachment:
             UnsupportedOperation: They were made of the batch in a way that cannot be followed.
         """
         own, others = self._recorder, [each.recorder for each in private_trainings]
-        remedy = (
-            "Train on the batches of the loader that make_private returned for this module; for "
-            "anything else call module.eval() or use torch.no_grad()"
-        )
         for leaf in tree_leaves((args, kwargs)):
             if not isinstance(leaf, Tensor):
                 continue
@@ -450,7 +447,7 @@ class Attachment:
                 raise BadInput(
                     f"a tensor of shape {list(leaf.shape)} that the module is given {whose}: these "
                     "rows were not drawn for this step, and the ledger would say otherwise. "
-                    + remedy
+                    + OTHER_ROWS
                 )
             if slot is None and own.hidden and own.meets_hidden([leaf]):
                 raise UnsupportedOperation(
@@ -463,15 +460,15 @@ class Attachment:
         self, context: ExitStack, running: RunningPass, args: tuple, kwargs: dict[str, Any]
     ) -> None:
         """Follow samples through a forward pass, where values decide which rows are whose."""
-        (first, *others) = running.parts.values()
+        (first, *others) = running.captures.values()
         if others:
             raise UnsupportedOperation(
                 "values decide where rows of this module lie, and samples are not followed through "
                 "several granules at once; train it without granule="
             )
-        inputs = self._inputs_of(args, kwargs, first.rows.num_rows)
+        inputs = self._inputs_of(args, kwargs, running.parts[0].num_rows)
         samples = [inputs.leaves[place] for place in inputs.places]
-        context.enter_context(first.capture.following(samples, inputs.dim, inputs.rows))
+        context.enter_context(first.following(samples, inputs.dim, inputs.rows))
 
     def _join(self, running: RunningPass, args: tuple, kwargs: dict[str, Any]) -> None:
         """Let several forward passes of one batch end in one backward pass."""
@@ -491,7 +488,14 @@ class Attachment:
             )
 
     def _begin_pass(self, batch: PhysicalBatch, args: tuple, kwargs: dict[str, Any]) -> RunningPass:
-        self._take_over_compiled()
+        if self._follows_loss:  # the user may have compiled the module after `make_private`
+            backend = None
+            if is_compiled([vars(each) for _, each in self.params.modules]):
+                backend = uncompile(self.module, self._handles)
+            if self._compiled is None and not self._is_told:
+                backend = backend or backend_of_caller()
+                if backend is not None:
+                    self._compile_with(backend)
         num_rows = self._dealing.parts[0].num_rows  # all granules have as many
         inputs = self._inputs_of(args, kwargs, num_rows)
         if self._owner.everyone.size > 1:
@@ -499,40 +503,36 @@ class Attachment:
         learned = self.learning.learn(inputs)
         buffers = buffer_versions(self.params.modules)
         compiled = self._compiled
-        plan = self.plan = self.learning.plan(
-            learned,
-            self._dealing.most_rows,
-            inputs,
-            is_compiled=self._is_compiled,
-        )
+        plan = self.plan = self._plan_of(learned, self._dealing.most_rows, inputs)
         num_forwards, num_backwards = plan.num_forwards, plan.num_backwards
-        is_compiled = compiled is not None and compiled.takes(inputs, learned, plan, num_rows)
-        parts = {}
-        for rows in self._dealing.parts:
+        runs_compiled = compiled is not None and compiled.takes(inputs, learned, plan, num_rows)
+        clippings, captures = {}, {}
+        for part in self._dealing.parts:
             clipping = Clipping(plan, num_rows, learned.storage)
             capture = Capture(
                 self.module,
                 num_rows,
                 axes=learned.axes,
-                on_record=partial(self._take_record, rows.granule),
+                on_record=partial(self._take_record, part.granule),
                 on_product=clipping.take_product if num_forwards == 2 else None,
                 known=self.params,
                 streams=num_forwards == 1,
                 has_one_backward=num_forwards == num_backwards == 1,
             )
             capture.factored = plan.factored
-            parts[rows.granule] = RunningPart(rows, clipping, capture)
+            clippings[part.granule], captures[part.granule] = clipping, capture
         context = ExitStack()
-        captures = {granule: part.capture for granule, part in parts.items()}
+        context.callback(clippings.clear)
+        for capture in captures.values():
+            context.callback(capture.release)
         context.enter_context(self._owner.installed(captures))
-        if compiled is not None and is_compiled:
+        if compiled is not None and runs_compiled:
             context.enter_context(compiled.running(list(captures.values())))
-        running = RunningPass(
-            batch, parts, list(captures.values()), context, num_backwards, buffers
-        )
+        parts = self._dealing.parts
+        running = RunningPass(batch, parts, clippings, captures, context, num_backwards, buffers)
         if num_forwards == 2:
             if not self._owner.can_repeat:
-                running.close()
+                context.close()
                 raise UnsupportedOperation(
                     f"clipping {self.settings.mode!r} runs the forward pass again to spare memory, "
                     "which sharded modules do not take yet: use a larger memory_budget, or 'ghost' "
@@ -573,14 +573,14 @@ class Attachment:
             if output is None:  # an exception is on its way
                 self.drop_pass()
             elif torch.is_grad_enabled() and running.phase is Phase.FORWARD:
-                for capture in running.captures:  # uses from here on are the user's own
+                for capture in running.captures.values():  # uses from here on are the user's own
                     capture.is_outside = True
                 refuse_written(self.params.modules, running.buffers, self.learning.may_write)
                 # Weakly: the loss may outlive the engine, and must not keep the module.
                 gated = gate(output, partial(self._on_backward, ref(self), (args, kwargs)))
         # What is exported has no values, and is nothing that the user's loss is made of.
         is_seen = tracer() in (None, "torch.jit.trace")
-        self._recorder.leave_module(gated if is_seen else None, is_trained=gated is not output)
+        self._recorder.resume(gated if is_seen else None, is_trained=gated is not output)
         return gated
 
     # --- backward --------------------------------------------------------------------------------
@@ -616,9 +616,9 @@ class Attachment:
                 )
             return
         running.phase = Phase.BACKWARD
-        for capture in running.captures:  # checkpointing runs the module again
+        for capture in running.captures.values():  # checkpointing runs the module again
             capture.is_outside = False
-        self._dealing.begin_backward()
+        self._dealing.mean_was_used = take_mean_was_used()
         if running.num_backwards == 2:
             self._measure_first(running, outputs, gradients)
         _queue(self._end_backward)
@@ -658,16 +658,15 @@ class Attachment:
         ]
         # Records are made at the anchors. They are not named as inputs=, which would forbid what
         # torch cannot do with names: reentrant checkpointing. No leaf of the user's is reached.
-        if reached and any(part.capture.anchors for part in running.parts.values()):
+        if reached and any(each.anchors for each in running.captures.values()):
             torch.autograd.backward(
                 [output for output, _ in reached],
                 [gradient for _, gradient in reached],
                 retain_graph=True,
             )
-        for part in running.parts.values():
-            self._decide(running, part)
-            assert part.coefficients is not None
-            part.clipping.begin_second_pass(part.coefficients)
+        self._decide(running)
+        for granule, clipping in running.clippings.items():
+            clipping.begin_second_pass(running.coefficients[granule])
         if self._follows_loss:
             if self._label_check is not None:
                 self._label_check()
@@ -677,25 +676,28 @@ class Attachment:
         self, running: RunningPass, args: tuple, kwargs: dict[str, Any], state: RngAutocastState
     ) -> None:
         """Run the forward pass again where inputs were not kept; see `unison.capture.recompute`."""
-        parts = [part for part in running.parts.values() if part.clipping.num_forwards == 2]
-        if not parts:
+        again = {key: each for key, each in running.clippings.items() if each.num_forwards == 2}
+        if not again:
             return
         with ExitStack() as stack:
-            for part in parts:
-                assert part.coefficients is not None
-                part.clipping.begin_second_pass(part.coefficients)
-                stack.enter_context(part.capture.recompute(state))
+            for granule, clipping in again.items():
+                clipping.begin_second_pass(running.coefficients[granule])
+                stack.enter_context(running.captures[granule].recompute(state))
             self._is_repeating = True  # the hooks let it pass
             stack.callback(setattr, self, "_is_repeating", False)
-            if running.captures[0].axes.is_traced:
+            if any(each.axes.is_traced for each in running.captures.values()):
                 self._follow(stack, running, args, kwargs)
             self.module(*args, **kwargs)
 
-    def _decide(self, running: RunningPass, part: RunningPart) -> None:
+    def _decide(self, running: RunningPass) -> None:
+        """Decide the coefficients where that has not been done."""
         assert self._training is not None
-        part.coefficients, part.clipping.grid = self._training.coefficients(
-            running.batch, part.rows, part.clipping.norms()
-        )
+        for part in running.parts:
+            if part.granule not in running.coefficients:
+                clipping = running.clippings[part.granule]
+                running.coefficients[part.granule], clipping.grid = self._training.coefficients(
+                    running.batch, part, clipping.norms()
+                )
 
     def _take_record(self, granule: int, name: str, record: Record) -> None:
         """Hand a record to clipping, if this is its time."""
@@ -705,7 +707,7 @@ class Attachment:
             raise UnsupportedOperation(f"the loss is made of a tensor {KEPT}")
         if running is None or not (running.phase is Phase.BACKWARD or is_repeated):
             raise BadInput(_TWICE)
-        running.parts[granule].clipping.take(name, record)
+        running.clippings[granule].take(name, record)
 
     def _end_backward(self) -> None:
         running = self._pass
@@ -717,22 +719,17 @@ class Attachment:
             refuse_written(self.params.modules, running.buffers, self.learning.may_write)
             if self._label_check is not None:
                 self._label_check()
-            for part in running.parts.values():
-                if part.coefficients is None:
-                    self._decide(running, part)
+            self._decide(running)
             if running.call is not None:
                 self._repeat_forward(running, *running.call)
             self._training.add_sums(running)
         finally:
-            running.parts.clear()
+            running.clippings.clear()
+            running.coefficients.clear()
+            running.call = running.summands = None
             # Sharded units end their own backward pass after this, and must still know that there
             # are no gradients for them to sum.
-            _queue(running.close)
-
-
-def _hide(recorder: LossRecorder, module: nn.Module, *gradients: Any) -> None:
-    """A backward hook: what it sees of a batch is no longer unknown to the recorder."""
-    recorder.hide(gradients)
+            _queue(running.context.close)
 
 
 _TWICE = (

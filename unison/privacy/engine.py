@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from unison.privacy.arguments import (
     batch_size_of,
     check_compile,
     check_module,
-    check_optimizer,
     check_public_buffers,
     make_key,
     num_trainable,
@@ -39,7 +39,7 @@ from unison.privacy.graph import LossOf, RecordedPass
 from unison.privacy.learning import ClippingSettings
 from unison.privacy.ledger import DataSalt, Ledger, commit_to_data
 from unison.privacy.ledger_file import Session
-from unison.privacy.loader import PrivateLoader, RowShape, RowShapes
+from unison.privacy.loader import PrivateLoader, RowShape
 from unison.privacy.mechanism import CLIP_RULES, AdaptiveClipping, Mechanism, Release, Schedule
 from unison.privacy.sampling import (
     BatchDealer,
@@ -51,10 +51,33 @@ from unison.privacy.sampling import (
     steps_per_epoch,
     usual_batch_size,
 )
-from unison.privacy.training import Diagnostics, PrivateTraining, refuse_second_trainer
+from unison.privacy.training import (
+    PrivateTraining,
+    check_optimizer,
+    refuse_second_trainer,
+)
 from unison.rng import Key
 
 LOSS_REDUCTIONS = ("mean", "sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnostics:
+    """What is known of one logical batch. Un-noised functions of private data: no ε covers them.
+
+    Attributes:
+        step: Number of the logical batch.
+        num_samples: Samples in it.
+        median_norm: Median of the samples' gradient norms before clipping; NaN of an empty batch.
+        clipped_fraction: Part of the samples whose gradient was longer than C.
+        num_dropped: Samples whose gradient was not finite, and that were left out.
+    """
+
+    step: int
+    num_samples: int
+    median_norm: float
+    clipped_fraction: float
+    num_dropped: int
 
 
 class PrivacyEngine:
@@ -266,9 +289,9 @@ class PrivacyEngine:
                 granule=granule or 1,
                 rows_per_record=rows_per_sample,
                 device=batch_device,
+                row_shape=row_shape,
+                padding_row=padding_row,
             )
-            padding = None if padding_row is None else loader.collate_fn([padding_row])
-            loader.rows = RowShapes(row_shape, padding)
             compiled = check_compile(compile, backend)
             device = owner.params[0].parameter.device if owner.params else torch.device("cpu")
             ledger = open_on_ranks(
@@ -279,7 +302,7 @@ class PrivacyEngine:
                 Session(
                     key_origin=key.origin,
                     key_commitment=key_commitment,
-                    unit=loader.rows.unit,
+                    unit=loader.layout.unit,
                     rows_per_sample=rows_per_sample,
                     sampling_source="unison",
                     num_records=len(loader.dataset),  # type: ignore[arg-type]
@@ -307,7 +330,7 @@ class PrivacyEngine:
                     rows_per_sample,
                     usual_batch_size(sampling, len(loader.dataset)),  # type: ignore[arg-type]
                     key.child("draws"),
-                    padding,
+                    loader.padding,
                 ),
                 key=key,
                 mechanism=mechanism,
@@ -367,25 +390,14 @@ class PrivacyEngine:
         check_delta(target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
         adaptive = settings.get("adaptive_clipping")
         steps = max(1, math.ceil(epochs * steps_per_epoch(sampling)))
-        noise_multiplier = noise_multiplier_for(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sampling=sampling,
-            steps=steps,
-            accountant=self.accountant,
-            count_noise_multiplier=adaptive and adaptive.count_noise_multiplier,
-            rounded_elements=num_trainable(module),
-        )
-        settings.setdefault(
-            "budget", Budget(epsilon=target_epsilon, delta=target_delta, steps=steps)
-        )
+        budget = Budget(epsilon=target_epsilon, delta=target_delta, steps=steps)
+        planned = _noise_within(budget, module, sampling, self.accountant, adaptive)
         return self.make_private(
             module=module,
             optimizer=optimizer,
             data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
-            **settings,
+            **planned | settings,
         )
 
     def detach(self) -> None:
@@ -406,7 +418,7 @@ class PrivacyEngine:
         Raises:
             UnsupportedOperation: An operation has no rule, or samples mix.
         """
-        return self._attached.check(args, kwargs)
+        return self._attached.attachment.check(args, kwargs)
 
     def capture_graph(
         self, loss_of: LossOf, *example: torch.Tensor, with_optimizer: bool = False
@@ -471,7 +483,10 @@ class PrivacyEngine:
 
         `print(engine.plan().details())` says what others would cost.
         """
-        return self._attached.plan()
+        plan = self._attached.attachment.plan
+        if plan is None:
+            raise BadInput("nothing is planned before the first batch; engine.check(x) plans one")
+        return plan
 
     def watch(self, module: nn.Module) -> None:
         """Refuse values of records in what another module saves, as in the private one.
@@ -479,7 +494,7 @@ class PrivacyEngine:
         Args:
             module: One that holds the private module, and is saved with it.
         """
-        self._attached.watch(module)
+        self._attached.watched.append(module)
 
     def per_sample_norms(self) -> torch.Tensor:
         """Return the last logical batch's norms before clipping, by position in the batch.
@@ -490,12 +505,21 @@ class PrivacyEngine:
 
     def diagnostics(self) -> Diagnostics:
         """Return what is known of the last logical batch; no ε covers it."""
-        return self._attached.diagnostics()
+        norms, release = self._attached.norms(), self._attached.last.release
+        finite = norms[norms.isfinite()]
+        is_clipped = ~(norms <= release.max_grad_norm)
+        return Diagnostics(
+            step=release.step,
+            num_samples=len(norms),
+            median_norm=float(finite.median()) if len(finite) else float("nan"),
+            clipped_fraction=float(is_clipped.double().mean()) if len(norms) else 0.0,
+            num_dropped=len(norms) - len(finite),
+        )
 
     @property
     def last_release(self) -> Release:
         """What the last step applied."""
-        return self._attached.last_release
+        return self._attached.last.release
 
     @property
     def mechanism(self) -> Mechanism:
@@ -555,32 +579,45 @@ def attach(
     """
     num_records = len(data_loader.dataset)  # type: ignore[arg-type]
     sampling = sampling_for(privacy, batch_size_of(data_loader), num_records)
-    noise_multiplier, budget = privacy.noise_multiplier, None
-    if noise_multiplier is None:
+    planned: dict[str, Any] = {"noise_multiplier": privacy.noise_multiplier}
+    if privacy.noise_multiplier is None:
         assert privacy.epsilon is not None  # one of the two is given
         budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta, steps=steps)
-        noise_multiplier = noise_multiplier_for(
-            target_epsilon=privacy.epsilon,
-            target_delta=privacy.delta,
-            sampling=sampling,
-            steps=steps,
-            accountant=privacy.accountant,
-            rounded_elements=num_trainable(module),
-        )
+        planned = _noise_within(budget, module, sampling, privacy.accountant)
     engine = PrivacyEngine(privacy.accountant, privacy.secure_noise, ledger)
     _, _, loader = engine.make_private(
         module=module,
         optimizer=optimizer,
         data_loader=data_loader,
-        noise_multiplier=noise_multiplier,
         max_grad_norm=privacy.max_grad_norm,
         clip_rule=privacy.clip_rule,
         sampling=sampling,
-        budget=budget,
         seed=None if privacy.secure_noise else seed,
+        **planned,
         **settings,
     )
     return engine, loader
+
+
+def _noise_within(
+    budget: Budget,
+    module: nn.Module,
+    sampling: Sampling,
+    accountant: str,
+    adaptive: AdaptiveClipping | None = None,
+) -> dict[str, Any]:
+    """The noise with which the budget's steps spend it, and the budget: for `make_private`."""
+    assert budget.steps is not None
+    noise_multiplier = noise_multiplier_for(
+        target_epsilon=budget.epsilon,
+        target_delta=budget.delta,
+        sampling=sampling,
+        steps=budget.steps,
+        accountant=accountant,
+        count_noise_multiplier=adaptive and adaptive.count_noise_multiplier,
+        rounded_elements=num_trainable(module),
+    )
+    return {"noise_multiplier": noise_multiplier, "budget": budget}
 
 
 def open_on_ranks(

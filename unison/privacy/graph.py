@@ -15,7 +15,7 @@ the divisor. A learning rate that is a tensor may change without.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,8 @@ from unison.clip.measured import stacked
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.multi_tensor import Tables, combine, tables_kept
 from unison.parallel import ShardedParam
-from unison.privacy.attachment import Attachment, RunningPass
-from unison.privacy.mechanism import grid_of, grid_of_pass
+from unison.privacy.attachment import RunningPass
+from unison.privacy.mechanism import CLIP_RULES, grid_of, grid_of_pass
 from unison.privacy.noise import (
     ReleaseTerms,
     Shares,
@@ -42,15 +42,13 @@ from unison.privacy.noise import (
     release_by,
     shares_of,
 )
-from unison.privacy.sampling import PLAIN, Part, PhysicalBatch, take_mean_was_used
+from unison.privacy.sampling import PLAIN, Part, PhysicalBatch, physical_batches
 
 if TYPE_CHECKING:
     from unison.privacy.training import LogicalBatch, PrivateTraining
 
 LossOf = Callable[..., Tensor]
 """(*batch) -> one loss per row [rows]."""
-Rule = Callable[[NormTable, SampleNorms, float], Mapping[str, Tensor]]
-"""(norms of the used parameters, norms over all, C) -> coefficients by name."""
 
 NUM_WARM_UPS = 2  # passes before the one that is recorded: kernels are compiled, memory is found
 
@@ -59,14 +57,10 @@ class GraphedPass:
     """One physical batch of a fixed number of rows: `replay` it, then use `shares`.
 
     Args:
-        attachment: The engine's hold on the module.
+        training: Whose module and C it is.
         loss_of: One loss per row.
         example: A batch: its shapes but for the number of rows, dtypes and device.
         num_rows: Rows of every batch; fewer are padded.
-        clip_norm: C, of every batch.
-        rule: Decides the coefficients.
-        followed: A context in which the loss of some tensors is followed, and refused if it
-            couples rows.
 
     Attributes:
         clip_norm: C, for which the pass was recorded.
@@ -79,26 +73,22 @@ class GraphedPass:
         most_rows: How many.
     """
 
-    granule = None
+    granule, mean_was_used = None, False
 
     def __init__(
         self,
-        attachment: Attachment,
+        training: "PrivateTraining",
         loss_of: LossOf,
         example: Sequence[Tensor],
         *,
         num_rows: int,
-        clip_norm: float,
-        rule: Rule,
-        followed: Callable[[Sequence[Tensor]], AbstractContextManager[None]],
     ) -> None:
         _check_example(example)
         self.num_rows = self.most_rows = num_rows
-        self.clip_norm = clip_norm
+        self.clip_norm = training.mechanism.release(training.loader.next_step).max_grad_norm
         is_real = torch.ones(num_rows, dtype=torch.bool)
         self.parts = [Part(PLAIN, is_real, num_rows, torch.arange(num_rows))]
-        self._loss_of, self._rule, self._attachment = loss_of, rule, attachment
-        self._followed = followed
+        self._loss_of, self._training = loss_of, training
         device = example[0].device
         self._inputs = [x.new_zeros(num_rows, *x.shape[1:]) for x in example]
         for place, x in zip(self._inputs, example, strict=True):
@@ -189,10 +179,10 @@ class GraphedPass:
     def _record(self, device: torch.device) -> None:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), self._attachment.redirected(self):
+        with torch.cuda.stream(stream), self._training.attachment.redirected(self):
             for number in range(NUM_WARM_UPS):
                 # A recorded pass runs no Python: what its loss does is looked at once.
-                with self._followed(self._inputs) if number == 0 else nullcontext():
+                with self._training.followed(self._inputs) if number == 0 else nullcontext():
                     self._run()
                 self.shares = {}
             with tables_kept(self._tables), torch.cuda.graph(self._graph, stream=stream):
@@ -201,14 +191,7 @@ class GraphedPass:
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def _run(self) -> None:
-        self.current = PhysicalBatch(
-            step=0,
-            record_ids=torch.arange(self.num_rows),
-            first_position=0,
-            index=0,
-            num_passes=1,
-            logical_size=self.num_rows,
-        )
+        self.current = next(physical_batches(torch.arange(self.num_rows), step=0))
         losses = self._loss_of(*self._inputs)
         if losses.shape != (self.num_rows,):
             raise BadInput(
@@ -223,20 +206,18 @@ class GraphedPass:
     def _is_real(self) -> Tensor:
         return self._rows < self._num_real
 
-    def begin_backward(self) -> None:
-        """Refuse a loss over more rows than those of the pass."""
-        if take_mean_was_used():
-            raise BadInput("unison.batch_mean in a recorded pass: return one loss per row instead")
-
     def coefficients(
         self, batch: PhysicalBatch, part: Part, norms: Mapping[str, SampleNorms]
     ) -> tuple[Mapping[str, Tensor], Grid]:
         """Return a coefficient per row for each parameter, and the grid of shares."""
+        if self.mean_was_used:  # over more rows than those of the pass
+            raise BadInput("unison.batch_mean in a recorded pass: return one loss per row instead")
         table = NormTable.of(norms, part.num_rows)
         total = table.total()
         self.norms.copy_(total.squared.clamp(min=0).sqrt())
         is_real, own = self._is_real(), {}
-        by_name = self._rule(table, total, self.clip_norm)
+        names = [each.name for each in self._training.owned]
+        by_name = CLIP_RULES[self._training.clip_rule](table, total, self.clip_norm, names)
         for each in by_name.values():
             if id(each) not in own:
                 own[id(each)] = each.where(is_real, 0.0)
@@ -444,7 +425,7 @@ class RecordedPass:
         recorded.check(batch, grid)
         if current.is_last:
             training.check_trained()
-            training.open_release(running)
+            training.open_release(running, size)
         recorded.replay(batch, current.num_samples, grid)
         running.norms.append(recorded.norms[: current.num_samples].clone())
         first = current.first_position
@@ -455,20 +436,18 @@ class RecordedPass:
             own = recorded.added(grid_of(release, size), is_first=running.next_pass == 0)
         running.next_pass += 1
         if current.is_last:
-            self._release(running, current.logical_size, own)
+            self._release(running, own)
         return recorded.loss.clone()
 
-    def _release(
-        self, running: "LogicalBatch", num_samples: int, own: Mapping[str, tuple[Tensor, Tensor]]
-    ) -> None:
+    def _release(self, running: "LogicalBatch", own: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Noise, division, `.grad`; and the optimizer's step, if that is asked for."""
-        training, step = self._training, self._step
-        terms = training.terms(running, num_samples)
+        training, step, terms = self._training, self._step, running.terms
+        assert terms is not None
         if step is not None and step.has_begun:
             gradients = self._by_graph(step, own, terms)
         else:
             gradients = private_gradients(training.owner, own, terms)
-        training.release(running, num_samples, gradients)
+        training.release(running, gradients)
         if step is not None:
             if not step.has_begun:
                 training.optimizer.step()

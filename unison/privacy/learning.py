@@ -27,7 +27,7 @@ from unison.capture import (
 )
 from unison.capture.tracked import ParamRegistry, Tracked
 from unison.clip import AUTO, Learned, Plan
-from unison.clip.calibration import Calibration, calibration_of
+from unison.clip.calibration import calibration_of
 from unison.clip.functional import learn_layers
 from unison.clip.plan import block_of
 from unison.errors import BadInput, UnsupportedOperation
@@ -298,10 +298,12 @@ class Learning:
         """Return how batches of as many rows are clipped, in passes that are compiled or not."""
         key = id(learned), num_rows, inputs.device, is_compiled
         if key not in self._plans:
+            # [Note: calibration]
+            may_time = self._settings.calibrate and self._settings.mode == AUTO and self._is_alone
             settings: dict[str, Any] = {
                 "mode": self._settings.mode,
                 "machine": machine_of(inputs.device),
-                "timed": self._timed(inputs.device),
+                "timed": calibration_of(inputs.device) if may_time else None,
                 "is_alone": self._is_alone,
                 "is_compiled": is_compiled,
                 "can_repeat": self._owner.can_repeat,
@@ -344,11 +346,6 @@ class Learning:
     def _is_alone(self) -> bool:
         """True if this rank plans alone, so that plans may depend on more than shapes."""
         return not self._owner.is_ordered and self._owner.everyone.size == 1
-
-    def _timed(self, device: torch.device) -> Calibration | None:
-        """Timings of methods on the device, if plans may use them: [Note: calibration]."""
-        is_wanted = self._settings.calibrate and self._settings.mode == AUTO
-        return calibration_of(device) if is_wanted and self._is_alone else None
 
 
 def _held_by(params: ParamRegistry, owner: ParallelAdapter) -> dict[str, nn.Parameter | None]:

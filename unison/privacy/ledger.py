@@ -147,9 +147,7 @@ class Ledger:
                 f"expected a step after {self._last_step}, the last of this session, found step "
                 f"{release.step}; renew the keys and call Ledger.renew before repeating a step"
             )
-        self._check_usable()
-        self.spending.add(release)  # first: if writing fails, it may count once too often
-        self._append("intent", **release.to_fields())
+        self._append("intent", release, **release.to_fields())
         self._pending = self._last_step = release.step
         self.num_intents += 1
 
@@ -268,9 +266,12 @@ class Ledger:
             # What a crash cut short stays as it is; the next line begins after it.
             self._before_next = b"\n"
 
-    def _append(self, kind: str, **fields: Any) -> None:
-        """Write one line; it is on the disk when this returns."""
-        self._check_usable()
+    def _append(self, kind: str, release: Release | None = None, **fields: Any) -> None:
+        """Write one line; it is on the disk when this returns, and its release is counted."""
+        if self._failure:
+            raise BadInput(f"the ledger {self.path} cannot be written any more: {self._failure}")
+        if release is not None:
+            self.spending.add(release)  # first: if writing fails, it may count once too often
         number = self.head.num_lines + 1
         record = {"kind": kind, "line": number, **fields, "previous": self.head.sha256}
         line = json.dumps(record, allow_nan=False).encode()
@@ -294,10 +295,6 @@ class Ledger:
                     f"the ledger {self.path} could not be written: {error}; the step was not taken"
                 ) from error
             raise
-
-    def _check_usable(self) -> None:
-        if self._failure:
-            raise BadInput(f"the ledger {self.path} cannot be written any more: {self._failure}")
 
 
 def _write_head(path: Path, head: Head) -> None:

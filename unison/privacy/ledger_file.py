@@ -23,7 +23,7 @@ from unison.privacy.accounting import (
 from unison.privacy.mechanism import Release
 from unison.privacy.sampling import KINDS
 from unison.rng.streams import FROM_SEED, FROM_SYSTEM
-from unison.schema import cut, is_a, open_regular, parse, short
+from unison.schema import build, cut, is_a, open_regular, parse, short
 
 LEDGER_FILE = "ledger.jsonl"  # in the folder of a run
 FORMAT = "unison-ledger/2"
@@ -182,6 +182,12 @@ class LedgerFile:
     _counted: list[Release | tuple[Session, Mapping[str, Any]] | None] = field(
         default_factory=list, repr=False
     )
+    _pending: int | None = field(default=None, repr=False)
+    _last_step: int = field(default=-1, repr=False)
+    _strictest: Release | None = field(default=None, repr=False)
+    _num_left_out: int = field(default=0, repr=False)
+    # The first of the lines just before that are torn.
+    _unreadable: int | None = field(default=None, repr=False)
 
     @property
     def num_intents(self) -> int:
@@ -220,45 +226,12 @@ class LedgerFile:
             return f"line {known.num_lines} was changed: {witness} knows another one"
         return None
 
+    # Reading: the lines one after the other.
 
-def read_ledger(path: str | os.PathLike[str]) -> LedgerFile:
-    """Read a ledger, check its chain and its head file, and count what it holds.
-
-    Lines that were edited or removed are reported in `problems`, not raised: what is left can still
-    be looked at. What is no ledger at all is told in `malformed` as well.
-
-    Raises:
-        BadInput: If there is no such file.
-    """
-    path = Path(path)
-    reader = _Reader(path)
-    try:
-        with open_regular(path) as file:
-            # Each line with its end, cut where it is longer than any that we write.
-            while line := file.readline(_MAX_LINE + 1):
-                reader.take(line)
-                if len(line) > _MAX_LINE:
-                    break
-    except OSError as error:
-        raise BadInput(f"cannot read the ledger {path}: {error.strerror}") from None
-    return reader.end()
-
-
-class _Reader:
-    """Takes the lines of a ledger one after the other."""
-
-    def __init__(self, path: Path) -> None:
-        self.found = LedgerFile(path)
-        self._pending: int | None = None
-        self._last_step = -1
-        self._strictest: Release | None = None
-        self._num_left_out = 0
-        self._unreadable: int | None = None  # the first of the lines just before that are torn
-
-    def take(self, ended: bytes) -> None:
+    def _take(self, ended: bytes) -> None:
         """Take a line with its end, which the last one may lack."""
         line = ended.removesuffix(b"\n")
-        self.found.ends_with_newline = line is not ended
+        self.ends_with_newline = line is not ended
         try:
             record = _parse(line)
         except BadInput as error:
@@ -270,7 +243,7 @@ class _Reader:
         self._check_chain(record)
         self._advance(record["line"], hash_of(line))
         kind = record.get("kind")
-        if not self.found.sessions and kind != "open":
+        if not self.sessions and kind != "open":
             what = f"line {record['line']} belongs to no session"
             self._object(what, is_malformed=record["line"] == 1)  # or lines before it are missing
         try:
@@ -286,57 +259,56 @@ class _Reader:
         except BadInput as error:
             self._object(f"line {record['line']} cannot be understood: {error}", is_malformed=True)
 
-    def end(self) -> LedgerFile:
-        found = self.found
+    def _end(self) -> None:
+        """Count what the lines come to, and look whether all are there."""
         self._forget_pending()
-        found.spending = found.spending_after(found.num_intents)
-        if found.spending.is_chosen:
-            found.notes.append(
+        self.spending = self.spending_after(self.num_intents)
+        if self.spending.is_chosen:
+            self.notes.append(
                 "the noise could be chosen from what came out, so an odometer counts it"
             )
-        head_file = head_file_of(found.path)
+        head_file = head_file_of(self.path)
         try:
-            problem = found.missing(_read_head(head_file), head_file.name)
+            problem = self.missing(_read_head(head_file), head_file.name)
             if problem:
                 self._object(problem)
         except FileNotFoundError:
-            found.notes.append(
+            self.notes.append(
                 f"there is no {head_file.name} beside it, so removed last lines would not show"
             )
         except (OSError, BadInput):
-            found.notes.append(
+            self.notes.append(
                 f"{head_file.name} cannot be read, so removed last lines would not show"
             )
-        if not found.sessions and self._unreadable is None:
+        if not self.sessions and self._unreadable is None:
             # Unless lines are missing, in which case it may have been one.
-            is_malformed = not found.problems
+            is_malformed = not self.problems
             self._object(f"it does not begin as a ledger of format {FORMAT}", is_malformed)
-        num_unknown = sum(each.key_origin == "unknown" for each in found.sessions)
+        num_unknown = sum(each.key_origin == "unknown" for each in self.sessions)
         if num_unknown:
             sessions = "a session does" if num_unknown == 1 else f"{num_unknown} sessions do"
-            found.notes.append(
+            self.notes.append(
                 f"{sessions} not say where the key came from: if that was a seed, ε is infinite"
             )
-        if len({each.commitment for each in found.sessions} - {None}) > 1:
-            found.notes.append("its sessions commit to different data")
+        if len({each.commitment for each in self.sessions} - {None}) > 1:
+            self.notes.append("its sessions commit to different data")
         if self._num_left_out:
-            found.problems.append(f"and {self._num_left_out} problems more")
-        return found
+            self.problems.append(f"and {self._num_left_out} problems more")
 
     def _object(self, problem: str, is_malformed: bool = False) -> None:
-        if is_malformed and self.found.malformed is None:
-            self.found.malformed = problem
-        if len(self.found.problems) < _MAX_PROBLEMS:
-            self.found.problems.append(problem)
+        if is_malformed and self.malformed is None:
+            self.malformed = problem
+        if len(self.problems) < _MAX_PROBLEMS:
+            self.problems.append(problem)
         else:
             self._num_left_out += 1
 
     def _advance(self, number: int, digest: str) -> None:
-        self.found.head = Head(number, digest)
-        self.found._hashes[number] = digest
+        self.head = Head(number, digest)
+        self._hashes[number] = digest
 
     def _check_chain(self, record: Mapping[str, Any]) -> None:
-        number, expected = record["line"], self.found.head.num_lines + 1
+        number, expected = record["line"], self.head.num_lines + 1
         if self._unreadable is not None and record.get("kind") != "open":
             self._object(f"line {self._unreadable} was changed after it was written: no record")
         self._unreadable = None
@@ -346,7 +318,7 @@ class _Reader:
             self._object(f"{lines} missing")
         elif number < expected:
             self._object(f"line {number} stands where line {expected} should")
-        elif record["previous"] != self.found.head.sha256:
+        elif record["previous"] != self.head.sha256:
             what = f"line {number - 1}" if number > 1 else "the beginning"
             self._object(f"{what} was changed after it was written")
 
@@ -355,26 +327,26 @@ class _Reader:
 
         A crash can also cut the first line of the session that would have followed it.
         """
-        found, number = self.found, self.found.head.num_lines + 1
-        if not found.sessions and not _begins(line, _OPEN):
+        number = self.head.num_lines + 1
+        if not self.sessions and not _begins(line, _OPEN):
             self._take_rubbish(line, "it is no record")
             return
-        self._advance(number, hash_torn(found.head.sha256, line))
+        self._advance(number, hash_torn(self.head.sha256, line))
         if self._unreadable is None:
             self._unreadable = number
-        found.notes.append(f"line {number} was cut short by a crash")
-        if found.sessions and _begins(line, _INTENT):
+        self.notes.append(f"line {number} was cut short by a crash")
+        if self.sessions and _begins(line, _INTENT):
             assert self._strictest is not None  # every session begins with a release
-            found.num_torn += 1
-            found.notes[-1] += "; it may have been an intent and counts as one"
+            self.num_torn += 1
+            self.notes[-1] += "; it may have been an intent and counts as one"
             # Its step is not known: a pass of its own.
-            found._counted += [None, self._strictest, None]
+            self._counted += [None, self._strictest, None]
 
     def _take_rubbish(self, line: bytes, why: str) -> None:
         """Take a line that neither we nor a crash can have written."""
-        number = self.found.head.num_lines + 1
-        self._advance(number, hash_torn(self.found.head.sha256, line))
-        if self._unreadable is None and self.found.sessions:
+        number = self.head.num_lines + 1
+        self._advance(number, hash_torn(self.head.sha256, line))
+        if self._unreadable is None and self.sessions:
             self._unreadable = number
         self._object(f"line {number} cannot be understood: {why}", is_malformed=True)
 
@@ -382,8 +354,8 @@ class _Reader:
         session, announced = Session.from_record(record), _release_of(record.get("next"))
         self._forget_pending()
         self._last_step = -1
-        self.found.sessions.append(session)
-        self.found._counted.append((session, _plan_of(record.get("mechanism"))))
+        self.sessions.append(session)
+        self._counted.append((session, _plan_of(record.get("mechanism"))))
         self._remember(announced)
 
     def _take_intent(self, record: dict[str, Any]) -> None:
@@ -392,8 +364,8 @@ class _Reader:
         )
         self._forget_pending()
         self._pending = release.step
-        self.found.releases.append(release)
-        self.found._counted.append(release)
+        self.releases.append(release)
+        self._counted.append(release)
         self._remember(release)
         if release.step <= self._last_step:
             self._object(
@@ -412,11 +384,11 @@ class _Reader:
             )
             return
         self._pending = None
-        self.found.num_commits += 1
+        self.num_commits += 1
 
     def _forget_pending(self) -> None:
         if self._pending is not None:
-            self.found.uncommitted.append(self._pending)
+            self.uncommitted.append(self._pending)
             self._pending = None
 
     def _remember(self, release: Release) -> None:
@@ -429,6 +401,30 @@ class _Reader:
             or z < known.effective_noise_multiplier
         ):
             self._strictest = release
+
+
+def read_ledger(path: str | os.PathLike[str]) -> LedgerFile:
+    """Read a ledger, check its chain and its head file, and count what it holds.
+
+    Lines that were edited or removed are reported in `problems`, not raised: what is left can still
+    be looked at. What is no ledger at all is told in `malformed` as well.
+
+    Raises:
+        BadInput: If there is no such file.
+    """
+    path = Path(path)
+    found = LedgerFile(path)
+    try:
+        with open_regular(path) as file:
+            # Each line with its end, cut where it is longer than any that we write.
+            while line := file.readline(_MAX_LINE + 1):
+                found._take(line)
+                if len(line) > _MAX_LINE:
+                    break
+    except OSError as error:
+        raise BadInput(f"cannot read the ledger {path}: {error.strerror}") from None
+    found._end()
+    return found
 
 
 # ---- what a line may hold ------------------------------------------------------------------------
@@ -480,12 +476,7 @@ def _read_head(path: Path) -> Head:
         BadInput: If it holds none.
     """
     with open_regular(path) as file:
-        data = file.read(4096)
-    found = parse(data, path)
-    if not isinstance(found, dict) or found.keys() != {"num_lines", "sha256"}:
-        raise BadInput(f"expected a head, found {short(found)}")
-    _check_types(Head, found)
-    return Head(**found)
+        return build(Head, parse(file.read(4096), path), path)
 
 
 def _release_of(found: Any) -> Release:

@@ -2,7 +2,8 @@
 
 [Note: one shape] Kernels round otherwise at other shapes. So what a record computes depends on the
 shape of its batch, and that must not depend on other records: their number is the draw's, which
-knows of no record, and their rows have one public shape (`RowShapes`). docs/proof.md has the rest.
+knows of no record, and their rows have one public shape (`BatchLayout.fit`); see
+docs/proof.md.
 """
 
 import copy
@@ -61,9 +62,12 @@ class PrivateLoader:
         granule: Records that stay together on one rank and in one pass.
         rows_per_record: Rows that `collate_fn` makes of each record, one after the other.
         device: Where to put the tensors of a batch; None leaves them where they are.
+        row_shape: See `BatchLayout`.
+        padding_row: A record to take padding from, as the data set gives records.
 
     Attributes:
-        rows: Sees to it that rows have one shape.
+        padding: A batch of that record; None if there is none.
+        layout: Knows where records lie in a batch, and sees to it that their rows have one shape.
         current: What was handed out last; None before the first batch and after an epoch's end.
         training: What is trained on the batches. It is asked before a logical batch is drawn, where
             what it raises the user's loop raises, presents every batch, and is told when the loop
@@ -86,6 +90,8 @@ class PrivateLoader:
         granule: int = 1,
         rows_per_record: int = 1,
         device: torch.device | None = None,
+        row_shape: "RowShape" = None,
+        padding_row: Any = None,
     ) -> None:
         if isinstance(data_loader, PrivateLoader):
             raise BadInput(
@@ -107,10 +113,9 @@ class PrivateLoader:
         # The user's settings, with the records that are drawn.
         settings = {name: getattr(data_loader, name) for name in KEPT_SETTINGS}
         self._loader = DataLoader(data_loader.dataset, batch_sampler=self._requests, **settings)
-        self._layout: BatchLayout | None = None
-        self.rows = RowShapes()
-        self._rows_per_record, self._device = rows_per_record, device
-        self._next_step = 0
+        self.padding = None if padding_row is None else self.collate_fn([padding_row])
+        self.layout = BatchLayout(row_shape, self.padding, rows_per_record, device)
+        self._next_step, self._has_learned = 0, False
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self.current: PhysicalBatch | None = None
         self.training: PrivateTraining | None = None
@@ -266,22 +271,21 @@ class PrivateLoader:
         # Before the first batch, record 0 once and twice: what grows from the first to the second
         # holds records. And two others, which may be longer.
         last = self._draws.num_records - 1
-        probes = [[0], [0, 0], [last // 2], [last]] if self._layout is None else []
+        probes = [] if self._has_learned else [[0], [0, 0], [last // 2], [last]]
         self._requests.pending = itertools.chain(probes, wanted)
         self._loader.generator = self._seeds_of_workers()
         loaded = iter(self._loader)
-        if self._layout is None:
+        if not self._has_learned:
             with _kept_generators():
-                self._layout = self._learn_layout(loaded)
+                self._learn_layout(loaded)
+            self._has_learned = True
         try:
             for each in passes:
                 if each.is_first and self.training is not None:
                     self.training.before_draw(each.step)
-                batch = next(loaded) if each.num_samples else self._layout.empty()
-                self._layout.check(batch, each.num_samples)
-                batch = self._layout.mapped(batch, self.rows.fit)
-                if self._device is not None:
-                    batch = self._layout.mapped(batch, self._moved)
+                batch = next(loaded) if each.num_samples else self.layout.empty()
+                self.layout.check(batch, each.num_samples)
+                batch = self.layout.mapped(batch, self.layout.fit)
                 self.current = each
                 if each.is_last:
                     self._next_step = each.step + 1
@@ -298,11 +302,7 @@ class PrivateLoader:
         if self.training is not None:
             self.training.recorder.leave()
 
-    def _moved(self, value: Any, *_: Any) -> Any:
-        """Return a part of a batch on the loader's device."""
-        return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
-
-    def _learn_layout(self, loaded: Iterator[Any]) -> "BatchLayout":
+    def _learn_layout(self, loaded: Iterator[Any]) -> None:
         """Learn what batches look like, before any record is drawn.
 
         Raises:
@@ -316,16 +316,13 @@ class PrivateLoader:
                 "records: Poisson sampling may draw one record, or none."
             )
             raise
-        layout = BatchLayout(one, two, self._rows_per_record)
-        layout.mapped(layout.empty(), self.rows.fit)  # of record 0
-        self.rows.check_names()
+        self.layout.learn(one, two)
         for _ in range(2):
             try:
                 batch = next(loaded)
             except Exception:  # a record that cannot be read alone is told of when it is drawn
                 continue
-            layout.mapped(batch, self.rows.fit)
-        return layout
+            self.layout.mapped(batch, self.layout.fit)
 
     def _seeds_of_workers(self) -> torch.Generator:
         """Where the data loader takes its workers' seeds from, instead of the global generator."""
@@ -347,12 +344,12 @@ class _Requests:
 @contextmanager
 def _kept_generators() -> Iterator[None]:
     """Undo what reading a record takes from the global generators in this process."""
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    python_state = random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002 - data sets may use the old state
     try:
-        yield
+        with torch.random.fork_rng(devices=()):
+            yield
     finally:
-        torch.set_rng_state(torch_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
 
@@ -361,31 +358,66 @@ def _kept_generators() -> Iterator[None]:
 
 Path = tuple[Any, ...]
 """Names or numbers of the containers around a part of a batch, and its own."""
-ChangePart = Callable[[Any, int | None, Path], Any]
-"""(part of a batch, its dimension of records or None, its path) -> what stands in its place."""
+
+
+PUBLIC = "public"
+_IGNORED = -100  # a label that losses leave out
+
+RowShape = str | Mapping[Any, int | Sequence[int]] | None
+"""How `make_private(row_shape=)` says which shape rows have."""
 
 
 class BatchLayout:
-    """Where the records of a collated batch lie, learned from batches of one and of two records.
+    """Where the records of a collated batch lie, and the one public shape that their rows have.
 
-    A dimension's size does not tell whether it counts records: the one that grows from 1 to 2 does.
-    Tensors, arrays, lists and tuples may hold rows; dicts and other mappings, lists, tuples, named
-    tuples, dataclasses and classes registered with torch's pytrees may hold parts.
+    It is learned from batches of one and of two records. A dimension's size does not tell whether
+    it counts records: the one that grows from 1 to 2 does. Tensors, arrays, lists and tuples may
+    hold rows; dicts and other mappings, lists, tuples, named tuples, dataclasses and classes
+    registered with torch's pytrees may hold parts.
 
     Args:
-        one: A batch of one record.
-        two: A batch of two records.
+        row_shape: `"public"` if lengths are no secret; or the shape of a record's row by the name
+            (or place) of a tensor in the batch, which shorter ones are padded to; None if they are
+            of one shape as they come.
+        padding: A batch of one record to take padding from; zeros unless given, and -100 for
+            `"labels"`.
         rows_per_record: Rows that each record has.
-
-    Raises:
-        UnsupportedOperation: Part of the batch cannot be cut into records, or nothing in it has
-            one row per record.
+        device: Where `fit` puts tensors; None leaves them where they are.
     """
 
-    def __init__(self, one: Any, two: Any, rows_per_record: int = 1) -> None:
-        self._rows = rows_per_record
+    def __init__(
+        self,
+        row_shape: RowShape = None,
+        padding: Any = None,
+        rows_per_record: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        if isinstance(row_shape, str):
+            check.one_of([PUBLIC], row_shape=row_shape)
+        self._are_public = row_shape == PUBLIC
+        given = row_shape if isinstance(row_shape, Mapping) else {}
+        self._wanted = {
+            key: (size,) if isinstance(size, int) else tuple(size) for key, size in given.items()
+        }
+        self._known: dict[Path, tuple[int, ...]] = {}
+        self._padding, self._rows, self._device = padding, rows_per_record, device
         # By path: the dimension of records; None if a part does not grow with their number.
         self._dims: dict[Path, int | None] = {}
+
+    @property
+    def unit(self) -> str:
+        """What is protected, in words."""
+        return "one row of the data set" + (", but not its length" if self._are_public else "")
+
+    def learn(self, one: Any, two: Any) -> None:
+        """Learn from a batch of one record and one of two.
+
+        Raises:
+            UnsupportedOperation: Part of the batch cannot be cut into records, or nothing in it has
+                one row per record.
+            BadInput: Naming what `row_shape` names and is not in the batch.
+        """
+        self._dims.clear()
         self._learn(one, two, ())
         if all(dim is None for dim in self._dims.values()):
             raise UnsupportedOperation(
@@ -397,6 +429,13 @@ class BatchLayout:
         # record stays in memory.
         self._empty = one
         self._empty = self.empty()
+        self.mapped(self._empty, self.fit)
+        met = {path[-1] if path else None for path in self._known}
+        if missing := [key for key in self._wanted if key not in met]:
+            raise BadInput(
+                f"row_shape has {missing[0]!r}, and the batch that collate_fn returns has tensors "
+                f"{sorted(met, key=str)}; name those, or their places in a tuple"
+            )
 
     def empty(self) -> Any:
         """Return a new batch of no records: the same structure and dtypes, zero rows.
@@ -470,14 +509,62 @@ class BatchLayout:
         for key in parts:
             self._learn(parts[key], others[key], (*path, key))
 
-    def mapped(self, value: Any, change: ChangePart, path: Path = (), is_new: bool = False) -> Any:
-        """A batch of what `change` makes of each part; itself if all stay, unless it `is_new`."""
+    def mapped(
+        self,
+        value: Any,
+        change: Callable[[Any, int | None, Path], Any],
+        path: Path = (),
+        is_new: bool = False,
+    ) -> Any:
+        """A batch of what `change` makes of each part; itself if all stay, unless it `is_new`.
+
+        Args:
+            value: The batch, or a part of it.
+            change: Takes a part, its dimension of records or None, and its path.
+            path: Of the value.
+            is_new: Whether all containers are made anew.
+        """
         if path in self._dims:
             return change(value, self._dims[path], path)
         parts = _parts(value) or {}
         made = {key: self.mapped(parts[key], change, (*path, key), is_new) for key in parts}
         is_changed = any(made[key] is not parts[key] for key in parts)
         return _rebuilt(value, made, _name(path)) if is_new or is_changed else value
+
+    def fit(self, value: Any, dim: int | None, path: Path) -> Any:
+        """Return one part of a batch, records along `dim`, with rows of the shape they should have.
+
+        Raises:
+            BadInput: If rows are longer, or of another shape than those before.
+        """
+        if dim is not None and isinstance(value, Tensor | np.ndarray):
+            key, found = path[-1] if path else None, (*value.shape[:dim], *value.shape[dim + 1 :])
+            wanted = self._wanted.get(key, found)
+            if wanted != found:
+                if len(wanted) != len(found) or any(map(gt, found, wanted)):
+                    raise BadInput(
+                        f"rows of {_name(path)} have shape {list(found)}, and row_shape is "
+                        f"{list(wanted)}: cut longer records in the data set, or give a larger "
+                        "row_shape"
+                    )
+                padding = self._padding
+                for each in path:
+                    padding = (_parts(padding) or {}).get(each)
+                value, found = _grown(value, dim, wanted, padding, key), wanted
+            known = self._known.setdefault(path, found)
+            if known != found and not self._are_public:
+                longest = list(map(max, found, known))
+                raise BadInput(
+                    f"rows of {_name(path)} have shape {list(found)} in this batch and "
+                    f"{list(known)} in another: how long its neighbours are would show in how a "
+                    "record's gradient is rounded. Pad all rows to one length "
+                    "(padding='max_length'), or let make_private do it: "
+                    f"row_shape={{{key!r}: {longest}, ...}}; if lengths are public, "
+                    "row_shape='public'"
+                )
+        if self._device is not None and isinstance(value, Tensor):
+            value = value.to(self._device, non_blocking=True)
+        return value
 
 
 def _without_rows(value: Any, dim: int | None, _: Path) -> Any:
@@ -488,87 +575,6 @@ def _without_rows(value: Any, dim: int | None, _: Path) -> Any:
     if isinstance(value, np.ndarray):
         return value[(slice(None),) * dim + (slice(0, 0),)].copy()
     return value[:0]
-
-
-PUBLIC = "public"
-_IGNORED = -100  # a label that losses leave out
-
-RowShape = str | Mapping[Any, int | Sequence[int]] | None
-"""How `make_private(row_shape=)` says which shape rows have."""
-
-
-class RowShapes:
-    """Sees to it that the rows of all records have one shape, which is public.
-
-    Args:
-        row_shape: `"public"` if lengths are no secret; or the shape of a record's row by the name
-            (or place) of a tensor in the batch, which shorter ones are padded to; None if they are
-            of one shape as they come.
-        padding: A batch of one record to take padding from; zeros unless given, and -100 for
-            `"labels"`.
-    """
-
-    def __init__(self, row_shape: RowShape = None, padding: Any = None) -> None:
-        if isinstance(row_shape, str):
-            check.one_of([PUBLIC], row_shape=row_shape)
-        self._are_public = row_shape == PUBLIC
-        given = row_shape if isinstance(row_shape, Mapping) else {}
-        self._wanted = {
-            key: (size,) if isinstance(size, int) else tuple(size) for key, size in given.items()
-        }
-        self._known: dict[Path, tuple[int, ...]] = {}
-        self._met: set[Any] = set()  # names of tensors with rows
-        self.padding = padding
-
-    def check_names(self) -> None:
-        """Make sure that every tensor that `row_shape` names has been met.
-
-        Raises:
-            BadInput: Naming one that has not.
-        """
-        if missing := [key for key in self._wanted if key not in self._met]:
-            raise BadInput(
-                f"row_shape has {missing[0]!r}, and the batch that collate_fn returns has tensors "
-                f"{sorted(self._met, key=str)}; name those, or their places in a tuple"
-            )
-
-    @property
-    def unit(self) -> str:
-        """What is protected, in words."""
-        return "one row of the data set" + (", but not its length" if self._are_public else "")
-
-    def fit(self, value: Any, dim: int | None, path: Path) -> Any:
-        """Return one part of a batch, records along `dim`, with rows of the shape they should have.
-
-        Raises:
-            BadInput: If rows are longer, or of another shape than those before.
-        """
-        if dim is None or not isinstance(value, Tensor | np.ndarray):
-            return value
-        key = path[-1] if path else None
-        self._met.add(key)
-        wanted, found = self._wanted.get(key), (*value.shape[:dim], *value.shape[dim + 1 :])
-        if wanted is not None and wanted != found:
-            if len(wanted) != len(found) or any(map(gt, found, wanted)):
-                raise BadInput(
-                    f"rows of {_name(path)} have shape {list(found)}, and row_shape is "
-                    f"{list(wanted)}: cut longer records in the data set, or give a larger "
-                    "row_shape"
-                )
-            padding = self.padding
-            for each in path:
-                padding = (_parts(padding) or {}).get(each)
-            value, found = _grown(value, dim, wanted, padding, key), wanted
-        known = self._known.setdefault(path, found)
-        if known != found and not self._are_public:
-            raise BadInput(
-                f"rows of {_name(path)} have shape {list(found)} in this batch and {list(known)} "
-                "in another: how long its neighbours are would show in how a record's gradient is "
-                "rounded. Pad all rows to one length (padding='max_length'), or let make_private "
-                f"do it: row_shape={{{key!r}: {list(map(max, found, known))}, ...}}; if lengths "
-                "are public, row_shape='public'"
-            )
-        return value
 
 
 def _grown(value: Any, dim: int, wanted: tuple[int, ...], padding: Any, key: Any) -> Any:
@@ -618,7 +624,7 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     """The parts of a container by name or number, or None if it is none."""
     if isinstance(value, _PLAIN):
         return None
-    if _is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # The other fields are made by __post_init__, again when the batch is rebuilt.
         names = [field.name for field in dataclasses.fields(value) if field.init]
         return {name: getattr(value, name) for name in names}
@@ -634,7 +640,7 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 def _rebuilt(value: Any, parts: dict[Any, Any], path: str) -> Any:
     """A container like `value`, of other parts."""
     try:
-        if _is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return dataclasses.replace(value, **parts)
         if isinstance(value, MutableMapping):
             clone = copy.copy(value)  # keeps what the class holds beside its items
@@ -654,7 +660,3 @@ def _rebuilt(value: Any, parts: dict[Any, Any], path: str) -> Any:
             "may draw no record at all. Remedy: return a dict, a tuple or a dataclass that can be "
             "built from its parts"
         ) from error
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -24,7 +24,7 @@ module (`unison.capture.separation`); how many labels count is a matter of every
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -37,6 +37,7 @@ from unison.errors import UnsupportedOperation
 from unison.privacy.loss_program import (
     ARITHMETIC,
     FLOAT64_TOLERANCE,
+    SUBSTITUTES,
     Gradients,
     Program,
     RecordLayout,
@@ -53,6 +54,7 @@ from unison.privacy.loss_program import (
 )
 from unison.privacy.loss_tape import (
     EARLIER,
+    OTHER_ROWS,
     LossRecorder,
     Operation,
     PublicNumber,
@@ -120,23 +122,20 @@ class LossCheck:
         rows_per_sample: Rows that belong to one record.
         rechecks: Whether known paths are checked again at passes 2, 4, 8, ….
         is_mean: Whether the loss is said to be a mean of rows' losses, else a sum.
-        substitutes: Functions that must not run again, each with what runs in its place.
 
     Attributes:
         num_checks: How often a loss was run again.
-        has_terms: Whether the loss of this pass has terms that do not depend on data.
     """
 
     def __init__(
         self,
         *,
         batch_dim: int,
-        rows_per_sample: int = 1,
-        rechecks: bool = True,
-        is_mean: bool = True,
-        substitutes: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
+        rows_per_sample: int,
+        rechecks: bool,
+        is_mean: bool,
     ) -> None:
-        self._rechecks, self._substitutes = rechecks, substitutes or {}
+        self._rechecks = rechecks
         self._says_mean = self._is_mean = is_mean
         self._rows = RecordLayout(1, rows_per_sample, batch_dim)
         # Of each path: rows and numbers when it was taken last; rows and numbers when it was
@@ -147,7 +146,6 @@ class LossCheck:
         self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
         self._pending: list[tuple[Callable[[], Tensor], Operation, str]] = []
         self.num_checks = 0
-        self.has_terms = False
 
     def begin(self, num_samples: int, *, is_sum: bool = False) -> None:
         """Begin a pass over so many samples.
@@ -159,11 +157,10 @@ class LossCheck:
         self._is_mean = self._says_mean and not is_sum
         self._rows = replace(self._rows, num_units=num_samples)
         self._pending.clear()
-        self.has_terms = False
 
     def judge(
         self, tape: LossRecorder, loss: Tensor, path: dict[int, Operation], gradient: Any = None
-    ) -> None:
+    ) -> bool:
         """Make sure that the gradient of each row depends on that row alone.
 
         Args:
@@ -172,13 +169,16 @@ class LossCheck:
             path: The operations that lead to it, by place, last first.
             gradient: What is sent back in the place of 1, as the tape stores it.
 
+        Returns:
+            Whether the loss has terms that do not depend on data.
+
         Raises:
             UnsupportedOperation: It does not, or nobody can tell.
         """
         slot = tape.slot_of(loss)
         assert slot is not None
         rows = self._rows
-        program = Program(tape, slot, path, gradient, rows, self._substitutes)
+        program = Program(tape, slot, path, gradient, rows)
         states = [each for each in path.values() if EARLIER in each.refs][::-1]
         if states or (type(gradient) is SlotRef and gradient.slot == EARLIER):
             _refuse(
@@ -197,8 +197,7 @@ class LossCheck:
                 "neither what the module was given nor the loss is made of the batch that the "
                 "loader handed out last: these rows were not drawn for this step, and the ledger "
                 "would say otherwise",
-                "Train on the batches of the loader that make_private returned for this module; "
-                "for anything else call module.eval() or use torch.no_grad()",
+                OTHER_ROWS,
             )
         mixed: set[int] = set()  # what holds more than rows of this batch, as they are
         for each in tape.operations:
@@ -240,7 +239,7 @@ class LossCheck:
                 _refuse_items(program)
                 self._check(program, loss)
             self._taken[program.kind] = rows.num_rows, numbers
-        self.has_terms = bool(program.terms)
+        return bool(program.terms)
 
     def finish(self) -> None:
         """Read the answers that had to wait for the device.
@@ -512,7 +511,7 @@ class LossCheck:
         rows, roots = self._rows, program.tape.roots
         if not unit or num_before == rows.num_rows:
             return
-        if any(each.func in self._substitutes for each in program.path.values()):
+        if any(each.func in SUBSTITUTES for each in program.path.values()):
             return  # batch_mean divides by the rows of all ranks, which is its own affair
         is_explained = len(program.numbers) == len(numbers) and all(
             a == b or a * rows.num_rows == b * num_before

@@ -32,7 +32,7 @@ from unison.privacy.loss_tape import (
     leaves_in,
     mapped,
 )
-from unison.privacy.sampling import packed, unpacked
+from unison.privacy.sampling import batch_mean, local_batch_mean, packed, unpacked
 from unison.torch_internals import is_dtensor
 
 # A number that one of these is given is a value, and no dimension or size.
@@ -42,6 +42,7 @@ ARITHMETIC |= {"truediv", "floordiv", "mod", "clamp", "clip", "maximum", "minimu
 # They make truths of values, or of other truths.
 TRUTHS = {"gt", "lt", "ge", "le", "eq", "ne", "__bool__", "any", "all", "logical_and"}
 TRUTHS |= {"logical_or", "logical_not", "__and__", "__or__", "__invert__"}
+SUBSTITUTES: dict[Any, Callable[..., Any]] = {batch_mean: local_batch_mean}  # not to run again
 SHAPE_FUNCTIONS = {"view", "reshape", "expand", "unflatten", "resize", "zeros", "ones", "empty"}
 
 Gradients = dict[int, Tensor]  # of the module's outputs, by slot
@@ -126,7 +127,6 @@ class Program:
         path: The operations that lead to it, by place, last first.
         gradient: What the user sent back in the place of 1, as the tape stores it.
         rows: Where records lie.
-        substitutes: Functions that must not run again, each with what runs in its place.
 
     Attributes:
         terms: Tensors on the way to the loss that take gradients and are not made of data.
@@ -143,10 +143,9 @@ class Program:
         path: dict[int, Operation],
         gradient: Any,
         rows: RecordLayout,
-        substitutes: Mapping[Callable[..., Any], Callable[..., Any]],
     ) -> None:
         self.tape, self.loss, self.path, self.gradient = tape, loss, path, gradient
-        self.rows, self._substitutes = rows, substitutes
+        self.rows = rows
         self.outputs = {slot: tape.roots[slot] for slot, edges in tape.edges.items() if edges}
         self.is_granular = any(len(unpacked(value)) > 1 for value in tape.roots.values())
         terms: dict[int, Tensor] = {}
@@ -292,7 +291,7 @@ class Program:
             return value
 
         def run(operation: Operation) -> Any:
-            func = self._substitutes.get(operation.func, operation.func)
+            func = SUBSTITUTES.get(operation.func, operation.func)
             if is_double and operation.name in ("float", "half", "bfloat16"):
                 func = Tensor.double
             own = operation.args, operation.kwargs

@@ -111,6 +111,9 @@ _QUESTIONS = {
 }
 _READS = {"tolist", "numpy", "__array__", "__float__", "__int__", "__index__", "__complex__"}
 _READS |= {"__dlpack__", "storage", "save"}
+_BY_NAME = {"item": Handling.ITEM}
+_BY_NAME |= dict.fromkeys(_READS, Handling.READ) | dict.fromkeys(_QUESTIONS, Handling.QUESTION)
+_BY_NAME |= dict.fromkeys(_SIZES, Handling.SIZE)
 _WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 _WRITES |= {"__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"}
 
@@ -127,20 +130,18 @@ def handling_of(func: Any) -> tuple[Handling, str]:
             return Handling.QUESTION, name
     if func is Tensor.backward or func is torch.autograd.backward:
         return Handling.BACKWARD, name
-    if name in _SIZES:
-        return Handling.SIZE, name
-    if name in _QUESTIONS:
-        return Handling.QUESTION, name
-    if name in _READS:
-        return Handling.READ, name
-    if name == "item":
-        return Handling.ITEM, name
+    if name in _BY_NAME:
+        return _BY_NAME[name], name
     name = name.split(".")[0]  # torch.ops.aten.add_.Tensor
     if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
         return Handling.WRITE, name
     return Handling.OPERATION, name
 
 
+OTHER_ROWS = (  # what to do with rows that are not the loader's
+    "Train on the batches of the loader that make_private returned for this module; for anything "
+    "else call module.eval() or use torch.no_grad()"
+)
 EARLIER = -1  # the slot of what an earlier pass made of its data
 
 
@@ -232,7 +233,8 @@ class LossRecorder(TorchFunctionMode):
 
     Args:
         judge: Called with the recorder, the loss, the path to it and what is sent back in the place
-            of 1, before gradients flow; it raises if the loss couples rows.
+            of 1, before gradients flow; it raises if the loss couples rows, and returns whether it
+            has terms that do not depend on data.
         before_write: Called before values of records are written to a tensor that held none; it
             raises if that is saved with a model.
         before_grad: Called with the tensors whose gradients torch.autograd.grad is asked for; it
@@ -241,6 +243,7 @@ class LossRecorder(TorchFunctionMode):
     Attributes:
         number: Of the pass, counting from 1.
         is_judged: Whether the loss of the pass was judged.
+        has_terms: Whether it has terms that do not depend on data.
         is_open: Whether the tape is being written.
         operations: What the user's code did.
         roots: Where data enters, by slot: a tensor of the batch, or an output of the module, as it
@@ -265,7 +268,7 @@ class LossRecorder(TorchFunctionMode):
 
     def __init__(
         self,
-        judge: Callable[..., None],
+        judge: Callable[..., bool],
         before_write: Callable[[Tensor], None],
         before_grad: Callable[[list[Any]], None],
     ) -> None:
@@ -273,7 +276,7 @@ class LossRecorder(TorchFunctionMode):
         self._judge, self._before_outside_write = judge, before_write
         self._before_grad = before_grad
         self.number, self.has_read = 0, False
-        self.is_judged = self.is_open = False
+        self.is_judged = self.is_open = self.has_terms = False
         self._is_on = self._is_left = self._is_over = False
         self._num_suspended = 0
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -304,7 +307,7 @@ class LossRecorder(TorchFunctionMode):
         self.unknown_inputs: list[Tensor] = []
         self.memory: dict[int, int] = {}
         self.is_open = True
-        self.is_judged = self.has_hooks = False
+        self.is_judged = self.has_terms = self.has_hooks = False
         self._num_suspended = 0
         self._is_left = self._is_over = False
         leaves = tree_leaves(batch)
@@ -334,35 +337,35 @@ class LossRecorder(TorchFunctionMode):
             self.remove()
             self._is_over = True
 
-    def suspend(self) -> None:
+    def suspend(self, given: Any = ()) -> None:
         """Pause recording while the module, or the optimizer, runs: it is checked elsewhere.
 
         One that does not record is not paused: `resume` must not put it back between batches.
+
+        Args:
+            given: What the private module is called with.
         """
-        self._num_suspended += self._is_on or self._num_suspended > 0
-        self._switch(is_on=False)
-
-    def resume(self) -> None:
-        """Go on recording after `suspend`."""
-        if self._num_suspended:
-            self._num_suspended -= 1
-            if not self._num_suspended and not self._is_over:
-                self._switch(is_on=True)
-
-    def enter_module(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Note what the private module is called with, and pause."""
-        for leaf in tree_leaves((args, kwargs)) if self.is_open else ():
+        for leaf in tree_leaves(given) if self.is_open else ():
             if isinstance(leaf, Tensor):
                 slot = self.slot_of(leaf)
                 if slot is None or slot == EARLIER:
                     self.unknown_inputs.append(leaf)
                 else:
                     self.inputs.add(slot)
-        self.suspend()
+        self._num_suspended += self._is_on or self._num_suspended > 0
+        self._switch(is_on=False)
 
-    def leave_module(self, output: Any, *, is_trained: bool) -> None:
-        """Go on recording, with the module's outputs (None if it raised)."""
-        self.resume()
+    def resume(self, output: Any = (), *, is_trained: bool = False) -> None:
+        """Go on recording after `suspend`.
+
+        Args:
+            output: What the private module returned.
+            is_trained: Whether gradients of it become private ones.
+        """
+        if self._num_suspended:
+            self._num_suspended -= 1
+            if not self._num_suspended and not self._is_over:
+                self._switch(is_on=True)
         for leaf in tree_leaves(output) if self.is_open else ():
             if isinstance(leaf, Tensor) and self.slot_of(leaf) in (None, EARLIER):
                 slot = self._slot_for(leaf)
@@ -446,7 +449,7 @@ class LossRecorder(TorchFunctionMode):
                     memory.update(self.memory[ref] for ref in operation.refs if ref in self.memory)
             if any(edges and slot in made_of for slot, edges in self.edges.items()):
                 gradient = args[0] if args else kwargs.get("gradient")
-                self._judge(self, loss, path, mapped(self._stored, gradient))
+                self.has_terms = self._judge(self, loss, path, mapped(self._stored, gradient))
                 self.is_judged = is_loss = True
                 self._close()
         func(loss, *args, **kwargs)
@@ -459,7 +462,7 @@ class LossRecorder(TorchFunctionMode):
 
     def slot_of(self, value: Any) -> int | None:
         """The slot of a tensor or number of this pass, or `EARLIER`; None if not made of data."""
-        if isinstance(value, FollowedNumber):
+        if isinstance(value, _NUMBERS):
             is_own = value.recorder() is self and value.pass_number == self.number
             return value.slot if is_own else EARLIER
         found = self._slots.get(id(value))
@@ -505,7 +508,7 @@ class LossRecorder(TorchFunctionMode):
         if handling is Handling.WRITE or kwargs.get("out") is not None:
             self._before_write(kwargs.get("out", args[0] if args else None))
         stored: tuple[tuple, dict[str, Any]] = mapped(self._stored, (args, kwargs))
-        if any(isinstance(leaf, FollowedNumber | PublicNumber) for leaf in given):
+        if any(isinstance(leaf, (*_NUMBERS, PublicNumber)) for leaf in given):
             args, kwargs = mapped(_plain, (args, kwargs))
         result = func(*args, **kwargs)
         if is_hidden:
@@ -679,14 +682,6 @@ def refuse_unseen() -> None:
 # --- numbers --------------------------------------------------------------------------------------
 
 
-class FollowedNumber:
-    """A Python number read from data; arithmetic with it is still on the tape."""
-
-    pass_number: int
-    slot: int
-    recorder: "weakref.ref[LossRecorder]"
-
-
 def _two(func: Callable[[Any, Any], Any], is_swapped: bool) -> Callable[[Any, Any], Any]:
     def run(self: Any, other: Any) -> Any:
         args = (other, self) if is_swapped else (self, other)
@@ -723,7 +718,11 @@ def _refuse_scheduler() -> None:
         frame = frame and frame.f_back
 
 
-def _number_type(base: type) -> type:
+def _number_type(base: type) -> Any:
+    """A Python number read from data; arithmetic with it is still on the tape.
+
+    It has `pass_number`, `slot` and a weak reference to its `recorder`.
+    """
     names = ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")
     methods: dict[str, Any] = {"__reduce__": lambda self: (base, (base(self),))}
     for name in (*names, "lt", "le", "gt", "ge", "eq", "ne"):
@@ -732,15 +731,16 @@ def _number_type(base: type) -> type:
         methods[f"__r{name}__"] = _two(getattr(operator, name), is_swapped=True)
     methods["__hash__"] = base.__hash__
     methods["__float__"] = _as_float
-    return type(base.__name__, (base, FollowedNumber), methods)
+    return type(base.__name__, (base,), methods)
 
 
 _Float, _Int = _number_type(float), _number_type(int)
-_FOLLOWED = (Tensor, FollowedNumber)
+_NUMBERS = (_Float, _Int)
+_FOLLOWED = (Tensor, *_NUMBERS)
 
 
 def _followed(value: float, recorder: LossRecorder, slot: int) -> Any:
-    made: Any = (_Float if isinstance(value, float) else _Int)(value)
+    made = (_Float if isinstance(value, float) else _Int)(value)
     made.pass_number, made.slot, made.recorder = recorder.number, slot, weakref.ref(recorder)
     return made
 

@@ -41,6 +41,11 @@ FINER = 2.0**-4  # at most: the grid of sums, where it is not the noise's, besid
 Schedule = Callable[[int], float]
 
 
+def _check_positive(schedule: Any) -> None:
+    """Require all settings of a schedule to be positive, when it has been made."""
+    check.positive(**vars(schedule))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exponential:
     """Multiplied by `factor` at every step.
@@ -52,8 +57,7 @@ class Exponential:
     start: float
     factor: float
 
-    def __post_init__(self) -> None:
-        check.positive(start=self.start, factor=self.factor)
+    __post_init__ = _check_positive
 
     def __call__(self, step: int) -> float:
         """The value at a step."""
@@ -72,8 +76,7 @@ class Stairs:
     factor: float
     every: int
 
-    def __post_init__(self) -> None:
-        check.positive(start=self.start, factor=self.factor, every=self.every)
+    __post_init__ = _check_positive
 
     def __call__(self, step: int) -> float:
         """The value at a step."""
@@ -92,8 +95,7 @@ class Linear:
     end: float
     steps: int
 
-    def __post_init__(self) -> None:
-        check.positive(start=self.start, end=self.end, steps=self.steps)
+    __post_init__ = _check_positive
 
     def __call__(self, step: int) -> float:
         """The value at a step."""
@@ -112,8 +114,7 @@ class Cosine:
     end: float
     steps: int
 
-    def __post_init__(self) -> None:
-        check.positive(start=self.start, end=self.end, steps=self.steps)
+    __post_init__ = _check_positive
 
     def __call__(self, step: int) -> float:
         """The value at a step."""
@@ -443,13 +444,20 @@ class Mechanism:
         """
         if self._current is not None and self._current.step == step:
             return self._current
-        sigma = self._value("noise_multiplier", step)
+        values: dict[str, float] = {}
+        for name, setting in self._settings.items():
+            value = values[name] = float(setting(step) if callable(setting) else setting)
+            if callable(setting) and not (math.isfinite(value) and value > 0):
+                raise BadInput(
+                    f"the schedule of {name}, {describe(setting)}, must give values above 0, found "
+                    f"{value!r} at step {step}"
+                )
+        num_rounded = self._constants["rounded_elements"]
         return Release(
             step=step,
-            noise_multiplier=sigma,
-            max_grad_norm=self._value("max_grad_norm", step),
             count_noise_multiplier=self._adaptive and self._adaptive.count_noise_multiplier,
-            sensitivity_factor=sensitivity_factor(sigma, self._constants["rounded_elements"]),
+            sensitivity_factor=sensitivity_factor(values["noise_multiplier"], num_rounded),
+            **values,
             **self._constants,
         )
 
@@ -617,19 +625,6 @@ class Mechanism:
         except BadInput:
             self._settings = before
             raise
-
-    def _value(self, name: str, step: int) -> float:
-        """A setting at a step, checked where a schedule gave it."""
-        setting = self._settings[name]
-        if not callable(setting):
-            return float(setting)
-        value = float(setting(step))
-        if not (math.isfinite(value) and value > 0):
-            raise BadInput(
-                f"the schedule of {name}, {describe(setting)}, must give values above 0, found "
-                f"{value!r} at step {step}"
-            )
-        return value
 
 
 # ---- clip rules ----------------------------------------------------------------------------------

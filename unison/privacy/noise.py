@@ -6,8 +6,8 @@ that no sample used is a sum of zeros and gets its noise like any other; otherwi
 tell which parameters were used.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -223,14 +223,8 @@ Own = Mapping[str, tuple[Tensor, Tensor]]
 """What the sum of each used parameter is made of, see `Clipping.shares`."""
 
 
-OnTotals = Callable[[Sequence[tuple[ShardedParam, Tensor]], Grid, ReleaseTerms], None]
-
-
 def private_gradients(
-    owner: ParallelAdapter,
-    own: Own | None,
-    terms: ReleaseTerms,
-    on_totals: OnTotals | None = None,
+    owner: ParallelAdapter, own: Own | None, terms: ReleaseTerms, observer: Any = None
 ) -> Iterator[tuple[ShardedParam, Tensor]]:
     """Make the gradients of everything that a rank owns, as they are asked for.
 
@@ -238,7 +232,7 @@ def private_gradients(
         owner: Who holds the parameters.
         own: Where this rank has all of the sums; else the owner has them.
         terms: Noise and division.
-        on_totals: Is shown the owner's sums before they get noise.
+        observer: Is shown the owner's sums before they get noise.
     """
     if own is not None:  # per-sample gradients, which are yet to be clipped
         made = release_all(shares_of(owner, own), terms)
@@ -247,8 +241,8 @@ def private_gradients(
         return
     # The sums over passes and ranks, as integers of which each weighs a spacing.
     grid, found = grid_of(terms.release, terms.num_samples), list(owner.totals())
-    if on_totals is not None:
-        on_totals(found, grid, terms)
+    if observer is not None:
+        observer.see_totals(found, grid, terms)
     totals = [total.view(1, -1) for _, total in found]
     # Parts that are cut in other ways than flat ones draw their noise one by one.
     if multi_tensor.is_fast(totals) and not any(owned.is_dtensor for owned, _ in found):

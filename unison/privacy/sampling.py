@@ -324,6 +324,9 @@ class PhysicalBatch:
         index: Number of this pass in the logical batch.
         num_passes: Passes in the logical batch, the same on every rank.
         logical_size: Records in the logical batch, over all ranks and passes.
+        num_samples: Records in this pass; 0 where the draw, or this rank's part of it, is empty.
+        is_first: Whether this pass opens the logical batch.
+        is_last: Whether this pass closes the logical batch.
     """
 
     step: int
@@ -332,21 +335,9 @@ class PhysicalBatch:
     index: int
     num_passes: int
     logical_size: int
-
-    @property
-    def num_samples(self) -> int:
-        """Records in this pass; 0 where the draw, or this rank's part of it, is empty."""
-        return len(self.record_ids)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this pass opens the logical batch."""
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this pass closes the logical batch."""
-        return self.index == self.num_passes - 1
+    num_samples: int
+    is_first: bool
+    is_last: bool
 
     def __repr__(self) -> str:
         # Records and their number say who took part: they stay out of logs and tracebacks.
@@ -422,6 +413,9 @@ def physical_batches(record_ids: Tensor, *, step: int, **share: Any) -> Iterator
             index=index,
             num_passes=len(runs),
             logical_size=len(record_ids),
+            num_samples=len(run),
+            is_first=index == 0,
+            is_last=index == len(runs) - 1,
         )
 
 
@@ -457,6 +451,7 @@ class BatchDealer:
     Attributes:
         has_fixed_size: Whether passes are padded to the few sizes that clipping is planned for, so
             that a compiled module meets no others.
+        mean_was_used: Whether the running backward pass began at a `batch_mean`.
     """
 
     def __init__(
@@ -474,7 +469,7 @@ class BatchDealer:
         self._rows_per_sample = rows_per_sample
         self.max_physical_batch_size = max_physical_batch_size
         self._usual_size, self._key = usual_size, key
-        self._padding, self.has_fixed_size = padding, False
+        self._padding, self.has_fixed_size, self.mean_was_used = padding, False, False
         self.plan: BatchPlan | None = None
         self.parts: Sequence[Part] = ()
         self.most_rows = 1  # what ranks plan for, since they must plan alike: see `rows_to_plan`
@@ -595,18 +590,12 @@ class BatchDealer:
         """
         assert self.plan is not None
         if loss_reduction == "sum":
-            if self._mean_was_used:
+            if self.mean_was_used:
                 raise BadInput(
                     "the loss was made by unison.batch_mean, a mean, and loss_reduction is 'sum'"
                 )
             return 1.0
-        return float(max(1, self.plan.num_samples) if self._mean_was_used else part.num_rows)
-
-    _mean_was_used = False
-
-    def begin_backward(self) -> None:
-        """Note how the loss was made, which its backward pass has told by now."""
-        self._mean_was_used = take_mean_was_used()
+        return float(max(1, self.plan.num_samples) if self.mean_was_used else part.num_rows)
 
 
 def _is_column(value: Any) -> bool:

@@ -4,6 +4,7 @@ loader hands out ── (clipped sums)… ── last physical batch: intent in 
 division ── `.grad` ── the user's optimizer.step() ── commit in the ledger
 """
 
+import inspect
 import sys
 import warnings
 import weakref
@@ -12,14 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from unison.clip import NormTable, Plan, SampleNorms
+from unison.clip import NormTable, SampleNorms
 from unison.clip.bounds import Grid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import takes
@@ -31,15 +31,15 @@ from unison.parallel import (
     find_shared,
     private_trainings,
 )
-from unison.privacy.attachment import Attachment, RunningPass
+from unison.privacy.arguments import listed
+from unison.privacy.attachment import Attachment, RunningPass, Summands
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.graph import GraphedPass, LossOf
-from unison.privacy.inputs import PublicTerms
 from unison.privacy.learning import ClippingSettings
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_check import LossCheck
-from unison.privacy.loss_tape import FollowedNumber, LossRecorder, memory_of, refuse_unseen
+from unison.privacy.loss_tape import LossRecorder, memory_of, refuse_unseen
 from unison.privacy.mechanism import (
     CLIP_RULES,
     Mechanism,
@@ -56,13 +56,7 @@ from unison.privacy.noise import (
     private_gradients,
     require_given,
 )
-from unison.privacy.sampling import (
-    BatchDealer,
-    Part,
-    PhysicalBatch,
-    batch_mean,
-    local_batch_mean,
-)
+from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch
 from unison.rng import Key, NoiseClock
 from unison.torch_internals import is_recording, saved_buffers
 
@@ -90,23 +84,44 @@ def refuse_second_trainer(trainable: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Diagnostics:
-    """What is known of one logical batch. Un-noised functions of private data: no ε covers them.
+def check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> None:
+    """Require the optimizer to hold the module's trainable parameters and no others."""
+    if not isinstance(optimizer, Optimizer):
+        raise BadInput(
+            f"optimizer= expects a torch.optim.Optimizer, found {type(optimizer).__name__}, whose "
+            "steps nobody is told of. If it wraps one, give make_private that one, and wrap the "
+            "optimizer that make_private returns"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UnsupportedOperation(
+            f"{type(optimizer).__name__}.step needs a closure, and calls it as often as it likes: "
+            "every call would release the batch again, and be spent again. Use an optimizer of "
+            "first order that steps without one, such as SGD or AdamW"
+        )
+    missing, others = _held_otherwise(optimizer, trainable)
+    if missing:
+        raise BadInput(
+            f"the optimizer does not have {listed(missing)}: they would take part in clipping and "
+            "never be trained. Give them to it, or freeze them with requires_grad_(False)"
+        )
+    if others:
+        raise BadInput(
+            f"the optimizer has {len(others)} parameters that are not the module's (shapes "
+            f"{others[:3]}): they would be trained without privacy. Build it from "
+            "module.parameters()"
+        )
 
-    Attributes:
-        step: Number of the logical batch.
-        num_samples: Samples in it.
-        median_norm: Median of the samples' gradient norms before clipping; NaN of an empty batch.
-        clipped_fraction: Part of the samples whose gradient was longer than C.
-        num_dropped: Samples whose gradient was not finite, and that were left out.
-    """
 
-    step: int
-    num_samples: int
-    median_norm: float
-    clipped_fraction: float
-    num_dropped: int
+def _held_otherwise(
+    optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]
+) -> tuple[list[str], list[list[int]]]:
+    """Return names of parameters that an optimizer lacks, and shapes of others that it trains."""
+    names = {id(each): name for name, each in trainable.items()}
+    held = [each for group in optimizer.param_groups for each in group["params"]]
+    others = [list(each.shape) for each in held if id(each) not in names and each.requires_grad]
+    held_ids = set(map(id, held))
+    return [name for key, name in names.items() if key not in held_ids], others
 
 
 @dataclass(eq=False)
@@ -120,7 +135,7 @@ class LogicalBatch:
         next_pass: Number of the pass that comes next.
         norms: Of this rank's samples before clipping [samples], by part of a pass.
         positions: Where they stand in the logical batch [samples].
-        key: Of its noise, once the ledger holds its intent.
+        terms: On which it is released, once the ledger holds its intent; its noise's key is there.
     """
 
     release: Release
@@ -129,35 +144,18 @@ class LogicalBatch:
     next_pass: int = 0
     norms: list[Tensor] = field(default_factory=list)
     positions: list[Tensor] = field(default_factory=list)
-    key: Key | None = None
-
-
-class StepObserver(Protocol):
-    """Sees what a private step is made of, as it is made; `unison.verify` writes it down."""
-
-    def see_pass(self, sums: RunningPass, make_sums: MakeSums, grid: Grid) -> MakeSums:
-        """Look at a pass whose coefficients are known; returns what makes its sums."""
-        ...
-
-    def see_totals(
-        self, totals: Sequence[tuple[ShardedParam, Tensor]], grid: Grid, terms: ReleaseTerms
-    ) -> None:
-        """Look at the sums over all ranks, before they get noise; integers on the grid."""
-        ...
-
-    def see_noisy(
-        self, gradients: Iterable[tuple[ShardedParam, Tensor]]
-    ) -> Iterable[tuple[ShardedParam, Tensor]]:
-        """Look at private gradients as they are made; returns them."""
-        ...
+    terms: ReleaseTerms | None = None
 
 
 class PrivateTraining:
     """Couples a module, its optimizer and its loader; see `PrivacyEngine.make_private`.
 
     Attributes:
-        observer: Who looks at each step's quantities; None for nobody.
+        observer: Who looks at each step's quantities as they are made, by `see_pass`, `see_totals`
+            and `see_noisy` (`Tracer` in verify/trace.py); None for nobody.
         recorder: Follows the user's loss.
+        watched: Modules that must not hold values of records.
+        attachment: The hooks on the module.
     """
 
     def __init__(
@@ -179,7 +177,7 @@ class PrivateTraining:
         self.module, self.optimizer, self.loader = module, optimizer, loader
         self.mechanism, self.ledger = mechanism, ledger
         self._key, self._clock = key, NoiseClock(key)
-        self._guard, self._clip_rule, self._loss_reduction = guard, clip_rule, loss_reduction
+        self._guard, self.clip_rule, self._loss_reduction = guard, clip_rule, loss_reduction
         self.owner, self.owned, self._dealing = owner, owner.params, dealing
         self._parameters = {each.name: each.parameter for each in owner.params}
         self._batch: LogicalBatch | None = None
@@ -188,13 +186,12 @@ class PrivateTraining:
         self._uncommitted: int | None = None
         self._is_taken = False  # the step of the last release, by a graph
         self._has_warned = False
-        self.observer: StepObserver | None = None
+        self.observer: Any = None
         self._loss_check = LossCheck(
             batch_dim=settings.batch_dim,
             rows_per_sample=settings.rows_per_sample,
             rechecks=settings.recheck,
             is_mean=loss_reduction == "mean",
-            substitutes={batch_mean: local_batch_mean},
         )
         # Of the recorder, which must not keep this object: what is detached is freed at once.
         before_write = weakref.WeakMethod(self._before_write)
@@ -204,17 +201,8 @@ class PrivateTraining:
             lambda target: (own := before_write()) and own(target),
             lambda inputs: (own := before_grad()) and own(inputs),
         )
-        self._watched = [module]  # must not hold values of records
-        self._public_terms = PublicTerms(owner, self._loss_check)
-        self._attachment = Attachment(
-            module,
-            settings,
-            owner=owner,
-            dealing=dealing,
-            training=self,
-            recorder=self.recorder,
-            public_terms=self._public_terms,
-        )
+        self.watched = [module]
+        self.attachment = Attachment(self, settings, dealing)
         loader.training = self
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -238,13 +226,13 @@ class PrivateTraining:
     @property
     def is_aside(self) -> bool:
         """Whether the module runs for the engine's own sake, and not to be trained."""
-        return self._attachment.is_aside
+        return self.attachment.is_aside
 
     def detach(self) -> None:
         """Give module and optimizer back as they were."""
         self.recorder.remove()
         private_trainings.discard(self)
-        self._attachment.detach()
+        self.attachment.detach()
         for handle in self._handles:
             handle.remove()
         self.owner.detach()
@@ -281,10 +269,10 @@ class PrivateTraining:
                         "that is to be trained on, and give gradients of copies of the model to "
                         "nobody; a number that is public is declared with unison.public(value)"
                     )
-        for watched in self._watched:
+        for watched in self.watched:
             values = chain(watched.named_parameters(), saved_buffers(watched))
             name = next((name for name, each in values if memory_of(each) == memory), None)
-            if name is None or self._attachment.learning.is_public(name):
+            if name is None or self.attachment.learning.is_public(name):
                 continue
             raise UnsupportedOperation(
                 f"values of training rows are written to {name!r}, which is saved with the model "
@@ -305,10 +293,6 @@ class PrivateTraining:
                 "not trained on"
             )
 
-    def watch(self, module: nn.Module) -> None:
-        """See `PrivacyEngine.watch`."""
-        self._watched.append(module)
-
     def before_draw(self, step: int) -> None:
         """A logical batch is about to be handed out; nothing of it has been used."""
         if self._batch is not None:
@@ -319,11 +303,10 @@ class PrivateTraining:
                 "loader a larger batch_size and make_private max_physical_batch_size="
             )
         self._key.check_process()
-        refuse_accumulation()
         if self._guard is not None:
             self._guard.check(self.ledger.spending, self.mechanism.release, step)
         # Nothing of the step is lost yet. All is looked at in the forward pass.
-        self._attachment.learning.check_params()
+        self.attachment.learning.check_params()
         self._check_optimizer()
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         self._batch = LogicalBatch(self.mechanism.begin(step), rates)
@@ -333,12 +316,12 @@ class PrivateTraining:
         running = self._batch
         if running is None:
             return False
-        self._attachment.drop_pass()
+        self.attachment.drop_pass()
         self.owner.drop()
-        self._public_terms.drop()
+        self.attachment.public_terms.clear()
         self.mechanism.abandon()
         self._batch = None
-        return running.key is None  # else the ledger has counted it: it is not drawn twice
+        return running.terms is None  # else the ledger has counted it: it is not drawn twice
 
     def running(self, batch: PhysicalBatch) -> LogicalBatch:
         """The logical batch that a pass belongs to, which must be the next one of it."""
@@ -364,7 +347,7 @@ class PrivateTraining:
         whole = self.owner.whole_norms(norms)
         scaled = NormTable.of(whole, part.num_rows).scaled(factor)
         total = scaled.total()
-        by_name = CLIP_RULES[self._clip_rule](scaled, total, clip_norm, list(self._parameters))
+        by_name = CLIP_RULES[self.clip_rule](scaled, total, clip_norm, list(self._parameters))
         norms_of_rows = total.squared.clamp(min=0).sqrt()
         # Parameters that are clipped together share one tensor: it is scaled once.
         own = dict(zip(map(id, by_name.values()), by_name.values(), strict=True))
@@ -379,19 +362,17 @@ class PrivateTraining:
             own = {key: each.where(is_real, 0.0) for key, each in own.items()}
         running.norms.append(norms_of_rows)
         running.positions.append(part.positions)
-        if len(own) == 1:
-            return dict.fromkeys(by_name, *own.values()), grid
         return {name: own[id(each)] for name, each in by_name.items()}, grid
 
     def begin_sums(self, sums: RunningPass) -> None:
         """Before a second backward pass over a sharded module: add sums as they are complete."""
-        plan = self._dealing.plan
         if self.owner.num_places > 1:
-            assert plan is not None
             self._open(sums)
-            granules = [part.granule for part in self._dealing.parts]
-            make_sums, dtype = self._maker_of(sums)
-            self.owner.begin(make_sums, plan, granules, dtype, sums.is_complete)
+            clippings = sums.clippings.values()
+            self.owner.begin(
+                *self._summands(sums),
+                lambda names: all(each.is_complete(names) for each in clippings),
+            )
 
     def _open(self, sums: RunningPass) -> LogicalBatch:
         """Let a pass be added; with the last one of a logical batch, that counts from here on.
@@ -401,55 +382,62 @@ class PrivateTraining:
         """
         running = self.running(sums.batch)
         self._loss_check.finish()
-        if sums.batch.is_last and running.key is None:
-            self.open_release(running)
+        if sums.batch.is_last and running.terms is None:
+            self.open_release(running, sums.batch.logical_size)
         return running
 
-    def _maker_of(self, sums: RunningPass) -> tuple[MakeSums, torch.dtype]:
-        """What makes a pass's sums, the pass itself or an observer around it, and their dtype."""
-        if sums.maker is None:
+    def _summands(self, sums: RunningPass) -> Summands:
+        """What makes a pass's sums, by itself or with an observer around it; and what they are."""
+        if sums.summands is None:
             grid = grid_of(self.running(sums.batch).release, sums.batch.logical_size)
-            make_sums: MakeSums = partial(sums.make_sums, grid)
+            make_sums: MakeSums = partial(_make_sums, sums, grid)
             if self.observer is not None:
                 make_sums = self.observer.see_pass(sums, make_sums, grid)
-            sums.maker = make_sums, grid.dtype
-        return sums.maker
+            assert self._dealing.plan is not None
+            sums.summands = make_sums, self._dealing.plan, [*sums.clippings], grid.dtype
+        return sums.summands
 
     def add_sums(self, sums: RunningPass) -> None:
         """Add a pass's sums; after the last one of a logical batch, release it."""
-        batch, plan = sums.batch, self._dealing.plan
-        assert plan is not None
-        running = self._open(sums)
+        batch, running = sums.batch, self._open(sums)
         # Where a pass is all there is of its logical batch, nothing is to be added.
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            granules = [part.granule for part in self._dealing.parts]
-            make_sums, dtype = self._maker_of(sums)
-            self.owner.add(make_sums, plan, granules, dtype)
+            self.owner.add(*self._summands(sums))
         running.next_pass += 1
         if batch.is_last:
-            terms = self.terms(running, batch.logical_size)
-            observer = self.observer
-            seen = None if observer is None else observer.see_totals
-            gradients = private_gradients(self.owner, own, terms, on_totals=seen)
-            gradients = gradients if observer is None else observer.see_noisy(gradients)
-            self.release(running, batch.logical_size, gradients)
-        elif running.rates != [group.get("lr") for group in self.optimizer.param_groups]:
-            self._warn_of_scheduler()
+            assert running.terms is not None
+            gradients = private_gradients(self.owner, own, running.terms, self.observer)
+            if self.observer is not None:
+                gradients = self.observer.see_noisy(gradients)
+            self.release(running, gradients)
+        elif not self._has_warned and running.rates != [
+            group.get("lr") for group in self.optimizer.param_groups
+        ]:
+            self._has_warned = True
+            warnings.warn(
+                "the learning rate changed between two physical batches of one logical batch: a "
+                "scheduler that steps once per loop runs too fast here. Step it only where "
+                "`loader.current.is_last`",
+                stacklevel=1,
+            )
 
-    def open_release(self, running: LogicalBatch) -> None:
-        """Count a logical batch, before anything of its noise is drawn."""
+    def open_release(self, running: LogicalBatch, num_samples: int) -> None:
+        """Count a logical batch of so many samples, before anything of its noise is drawn."""
         self._key.check_process()  # the ledger's file is the parent's, if this is a fork
-        self.ledger.intend(running.release)
-        running.key = self._clock.advance(running.release.step)
+        release = running.release
+        self.ledger.intend(release)
+        key = self._clock.advance(release.step)
+        divisor = release.expected_batch_size if self._loss_reduction == "mean" else 1.0
+        running.terms = ReleaseTerms(key, release, divisor, num_samples)
 
     def record(self, loss_of: LossOf, example: Sequence[Tensor]) -> GraphedPass:
         """Record a pass; see `PrivacyEngine.capture_graph`."""
-        if self._attachment.settings.rows_per_sample > 1:
+        if self.attachment.settings.rows_per_sample > 1:
             raise UnsupportedOperation(
                 "capture_graph clips each row by itself, and records have "
-                f"rows_per_sample={self._attachment.settings.rows_per_sample} rows: train without "
+                f"rows_per_sample={self.attachment.settings.rows_per_sample} rows: train without "
                 "a graph"
             )
         if not (self.owner.is_alone and takes(*self._parameters.values())):
@@ -461,22 +449,17 @@ class PrivateTraining:
             raise UnsupportedOperation(
                 "capture_graph with adaptive clipping, whose C changes: train without a graph"
             )
-        if self._attachment.settings.batch_dim != 0:
+        if self.attachment.settings.batch_dim != 0:
             raise UnsupportedOperation("capture_graph needs samples first: batch_first=True")
         return GraphedPass(
-            self._attachment,
+            self,
             loss_of,
             example,
             num_rows=self._dealing.max_physical_batch_size or len(example[0]),
-            clip_norm=self.mechanism.release(self.loader.next_step).max_grad_norm,
-            rule=lambda each, total, clip_norm: CLIP_RULES[self._clip_rule](
-                each, total, clip_norm, list(self._parameters)
-            ),
-            followed=self._followed,
         )
 
     @contextmanager
-    def _followed(self, batch: Sequence[Tensor]) -> Iterator[None]:
+    def followed(self, batch: Sequence[Tensor]) -> Iterator[None]:
         """Follow the losses of a batch that is not the loader's, which a recorded pass adds up."""
         self._loss_check.begin(len(batch[0]), is_sum=True)
         self.recorder.begin(batch)
@@ -497,41 +480,34 @@ class PrivateTraining:
         finally:
             self.recorder.resume()
 
-    def terms(self, running: LogicalBatch, num_samples: int) -> ReleaseTerms:
-        """On which terms a logical batch is released, once its intent is written."""
-        assert running.key is not None
-        release = running.release
-        divisor = release.expected_batch_size if self._loss_reduction == "mean" else 1.0
-        return ReleaseTerms(running.key, release, divisor, num_samples)
-
     def release(
-        self,
-        running: LogicalBatch,
-        num_samples: int,
-        gradients: Iterable[tuple[ShardedParam, Tensor]],
+        self, running: LogicalBatch, gradients: Iterable[tuple[ShardedParam, Tensor]]
     ) -> None:
         """Put private gradients where the optimizer finds them; the logical batch is over.
 
         Args:
             running: The logical batch.
-            num_samples: How many samples it has.
             gradients: Of everything that this rank owns, with noise, divided.
         """
-        release, self._batch, self._is_taken = running.release, None, False
-        assert running.key is not None
+        terms, release, public = running.terms, running.release, self.attachment.public_terms
+        self._batch, self._is_taken = None, False
+        assert terms is not None
         give(gradients, self._given)
-        self._public_terms.add(self.owned)
-        self._last, running.num_samples = running, num_samples
+        for owned in self.owned if public else ():
+            if owned.name in public:
+                assert owned.parameter.grad is not None
+                owned.parameter.grad.add_(public.pop(owned.name))
+        self._last, running.num_samples = running, terms.num_samples
         self._uncommitted = release.step
         fraction = None
-        if self.mechanism.adaptive is not None:
+        if release.count_noise_multiplier is not None:
             below = torch.cat(running.norms) <= release.max_grad_norm
             # A multiple of one half, which float64 adds exactly over ranks.
             statistic = self.owner.ranks.sum_(below.double().sub(0.5).sum().view(1))
-            noisy = noisy_count(float(statistic), key=running.key, release=release)
+            noisy = noisy_count(float(statistic), key=terms.key, release=release)
             fraction = noisy_fraction(noisy, release.expected_batch_size)
         self.mechanism.finish(release.step, noisy_fraction=fraction)
-        running.key = None
+        running.terms = None  # and with them the key
 
     # --- the optimizer ---------------------------------------------------------------------------
 
@@ -552,7 +528,7 @@ class PrivateTraining:
         require_given(self._parameters, self._given)
         for group in optimizer.param_groups:
             for name, value in group.items():
-                if isinstance(value, FollowedNumber) or self.recorder.slot_of(value) is not None:
+                if self.recorder.slot_of(value) is not None:
                     raise BadInput(
                         f"the optimizer's {name} was made of numbers read from private batches, "
                         "which no noise covers; use a schedule, or unison.public(value) if it is "
@@ -575,7 +551,7 @@ class PrivateTraining:
 
     def check_trained(self) -> None:
         """Make sure that what is trained is what was made private, where no forward pass does."""
-        self._attachment.learning.check_params()
+        self.attachment.learning.check_params()
         self._check_optimizer()
 
     def _check_optimizer(self) -> None:
@@ -583,21 +559,28 @@ class PrivateTraining:
 
         `add_param_group` after `make_private` would train others on gradients of single records.
 
+        Nor does accelerate accumulate the noisy gradients of several steps.
+
         Raises:
             BadInput: Naming a parameter of the module, or the shape of one that is not.
         """
-        names = {id(each): name for name, each in self._parameters.items()}
-        now = [each for group in self.optimizer.param_groups for each in group["params"]]
-        others = [each for each in now if id(each) not in names and each.requires_grad]
+        accelerate = sys.modules.get("accelerate.state")
+        if accelerate is not None and accelerate.GradientState._shared_state:
+            steps = accelerate.GradientState().num_steps
+            if steps > 1:
+                raise BadInput(
+                    f"Accelerator(gradient_accumulation_steps={steps}) would add up the noise of "
+                    f"{steps} steps; leave it out, give the loader a batch size {steps} times as "
+                    "large, and make_private max_physical_batch_size="
+                )
+        missing, others = _held_otherwise(self.optimizer, self._parameters)
         if others:
             raise BadInput(
-                f"the optimizer has a parameter of shape {list(others[0].shape)} that make_private "
+                f"the optimizer has a parameter of shape {others[0]} that make_private "
                 "did not see: it would be trained on gradients that are neither clipped nor "
                 "noised. Put it into the module and call make_private after that, or give it to "
                 "another optimizer that never sees private records"
             )
-        held = set(map(id, now))
-        missing = [name for key, name in names.items() if key not in held]
         if missing:
             raise BadInput(
                 f"the optimizer has lost {missing[0]} since make_private: it takes part in "
@@ -605,66 +588,19 @@ class PrivateTraining:
                 "engine and call make_private again"
             )
 
-    def _warn_of_scheduler(self) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
-        warnings.warn(
-            "the learning rate changed between two physical batches of one logical batch: a "
-            "scheduler that steps once per loop runs too fast here. Step it only where "
-            "`loader.current.is_last`",
-            stacklevel=2,
-        )
-
     # --- asking, saving --------------------------------------------------------------------------
-
-    def check(self, args: tuple, kwargs: dict[str, Any]) -> Plan:
-        """See `PrivacyEngine.check`."""
-        dim = self._attachment.settings.batch_dim
-        sizes = [
-            leaf.shape[dim]
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and leaf.ndim > dim
-        ]
-        if not sizes or sizes[0] == 0:
-            raise BadInput(
-                "expected what the module is called with, a batch of at least one sample"
-            )
-        return self._attachment.check(args, kwargs, sizes[0])
-
-    def plan(self) -> Plan:
-        """See `PrivacyEngine.plan`."""
-        if self._attachment.plan is None:
-            raise BadInput("nothing is planned before the first batch; engine.check(x) plans one")
-        return self._attachment.plan
 
     def norms(self) -> Tensor:
         """See `PrivacyEngine.per_sample_norms`; in the order of the logical batch, a collective."""
-        batch = self._known()
+        batch = self.last
         slots = batch.norms[0].new_zeros(batch.num_samples)
         slots[torch.cat(batch.positions)] = torch.cat(batch.norms)
         # Each slot has one owner and all others add 0: exact. A NaN stays one.
         return self.owner.ranks.sum_(slots) if batch.num_samples else slots
 
-    def diagnostics(self) -> Diagnostics:
-        """See `PrivacyEngine.diagnostics`."""
-        batch, norms = self._known(), self.norms()
-        finite = norms[norms.isfinite()]
-        is_clipped = ~(norms <= batch.release.max_grad_norm)
-        return Diagnostics(
-            step=batch.release.step,
-            num_samples=len(norms),
-            median_norm=float(finite.median()) if len(finite) else float("nan"),
-            clipped_fraction=float(is_clipped.double().mean()) if len(norms) else 0.0,
-            num_dropped=len(norms) - len(finite),
-        )
-
     @property
-    def last_release(self) -> Release:
-        """See `PrivacyEngine.last_release`."""
-        return self._known().release
-
-    def _known(self) -> LogicalBatch:
+    def last(self) -> LogicalBatch:
+        """The last logical batch that is complete."""
         if self._last is None:
             raise BadInput("no logical batch is complete yet")
         return self._last
@@ -711,18 +647,18 @@ class PrivateTraining:
         self.ledger.renew(self.mechanism, step=self.loader.next_step, key_origin=self._key.origin)
 
 
-def refuse_accumulation() -> None:
-    """Make sure that accelerate does not accumulate the noisy gradients of several steps.
+def _make_sums(
+    sums: RunningPass,
+    grid: Grid,
+    granule: int,
+    names: Sequence[str],
+    before: Sequence[Tensor | None] | None,
+) -> list[Tensor | None]:
+    """Return this rank's clipped sums of these parameters on a grid; see `MakeSums`.
 
-    Raises:
-        BadInput: It does.
+    Sums are integers, which add without rounding: over granules, passes and ranks they are the same
+    in any order, and emptying a record changes what it changes in that record's own rows.
     """
-    accelerate = sys.modules.get("accelerate.state")
-    if accelerate is not None and accelerate.GradientState._shared_state:
-        steps = accelerate.GradientState().num_steps
-        if steps > 1:
-            raise BadInput(
-                f"Accelerator(gradient_accumulation_steps={steps}) would add up the noise of "
-                f"{steps} steps; leave it out, give the loader a batch size {steps} times as "
-                "large, and make_private max_physical_batch_size="
-            )
+    totals = dict(zip(names, before or [None] * len(names), strict=True))
+    sums.clippings[granule].add_on_grid(sums.coefficients[granule], totals, grid)
+    return list(totals.values())

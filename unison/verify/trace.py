@@ -304,18 +304,18 @@ class Tracer:
         with _unseen():
             self._see_part("gradients after reduction", self._by_piece[id(piece)], part)
 
-    # --- `StepObserver` of private training ------------------------------------------------------
+    # --- observer of private training ------------------------------------------------------------
 
     def see_pass(self, sums: Any, make_sums: MakeSums, grid: Any) -> MakeSums:
         """See a pass whose coefficients are known; returns what makes its sums."""
         with _unseen():
-            for part in sums.parts.values():
-                ids = torch.full((part.rows.num_rows,), -1)
-                ids[part.rows.is_real] = part.rows.positions
+            for part in sums.parts:
+                ids = torch.full((part.num_rows,), -1)
+                ids[part.is_real] = part.positions
                 alike: dict[int, str] = {}
-                for name, coefficients in part.coefficients.items():
-                    alike.setdefault(id(coefficients), name)
-                for name, values in part.coefficients.items():
+                for name, values in sums.coefficients[part.granule].items():
+                    alike.setdefault(id(values), name)
+                for name, values in sums.coefficients[part.granule].items():
                     if alike[id(values)] == name:
                         title = name if len(alike) > 1 else "coefficient"
                         self._add_rows("coefficients", title, values, ids, sums.batch.logical_size)
