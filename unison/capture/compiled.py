@@ -19,6 +19,7 @@ pass that Dynamo would leave to Python, now or after many recompilations.
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -28,7 +29,6 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule
 
-from unison.capture.axes import Axes, AxisTable, Call, resembles
 from unison.capture.capture import Capture, OperationUse, refuse_second
 from unison.capture.torch_compile import tell_causal_masks
 from unison.capture.tracked import FACTS, Source, Tracked, all_plain
@@ -95,8 +95,7 @@ def _slot_gradients(
         saved: What the records are made of.
     """
     found: dict[int, Tensor] = {}
-    names = [source.name for tracked, _ in use.uses for source in tracked.sources]
-    for place, name, record in zip(places, names, _records(use, g, saved), strict=True):
+    for place, (name, record) in zip(places, _records(use, g, saved), strict=True):
         kept = _kept(name, record, factored)
         value = _multiplied_out(record) if kept is None else kept.g
         found[place] = found[place] + value if place in found else value
@@ -110,8 +109,8 @@ def _kept(name: str, record: Record, factored: Collection[str]) -> Lookup | Prod
     return None
 
 
-def _records(use: OperationUse, g: Tensor, saved: tuple[Tensor, ...]) -> list[Record]:
-    return [plain_record(record) for _, _, record in use.records(g, saved)]
+def _records(use: OperationUse, g: Tensor, saved: tuple[Tensor, ...]) -> list[tuple[str, Record]]:
+    return [(name, plain_record(record)) for _, name, record in use.records(g, saved)]
 
 
 def _multiplied_out(record: Record) -> Tensor:
@@ -125,28 +124,6 @@ def _multiplied_out(record: Record) -> Tensor:
     dtype = torch.promote_types(record.a.dtype, record.g.dtype)
     left, right = (each.to(dtype) for each in factors(record))
     return torch.bmm(left.mT, right).reshape(len(left), *record.shape)
-
-
-class _TracedAxes(AxisTable):
-    """What was learned of eager calls, for those of a graph.
-
-    Dynamo looks into functions that are written in Python, and calls what they call: `nn.RMSNorm`
-    is `F.rms_norm` to one and `torch.rms_norm` to the other.
-    """
-
-    def find(self, call: Call) -> Axes | None:
-        """As learned; or as of a call of another function with the same parameters and shapes."""
-        found = super().find(call)
-        if found is not None:
-            return found
-        dims = call.kind[1:]
-        alike = {
-            axes
-            for kind, calls in self.by_kind.items()
-            for seen, axes in calls.items()
-            if kind[1:] == dims and resembles(call, seen, axes)
-        }
-        return alike.pop() if len(alike) == 1 else None
 
 
 class _Traced(Capture):
@@ -168,7 +145,7 @@ class _Traced(Capture):
         slots: Sequence[Sequence[int]] | None = None,
         values: Sequence[Tensor] = (),
     ) -> None:
-        axes = _TracedAxes(**vars(of.axes))
+        axes = replace(of.axes, is_of_graph=True)
         super().__init__(nn.Module(), of.batch, axes=axes, on_record=_refuse_record)
         self.factored = of.factored
         self._slots, self._values = slots, values
@@ -197,9 +174,8 @@ class _Traced(Capture):
             [(value, builder) for value, builder in uses if type(value) is Tracked],
         )
         inputs = tuple(each.detach() for each in saved)
-        names = [source.name for tracked, _ in use.uses for source in tracked.sources]
         # Of the gradient nothing but the shape is known yet; what is made of it here is not kept.
-        records = list(zip(names, _records(use, output.detach(), inputs), strict=True))
+        records = _records(use, output.detach(), inputs)
         number = len(self.noted)
         self.noted.append(records)
         if self._slots is None:
@@ -259,26 +235,24 @@ class CompiledCapture:
             raise UnsupportedOperation("a private module is compiled outside of its own passes")
         capture, names = self._running
         used = {place: names[id(each)] for place, each in enumerate(inputs) if id(each) in names}
+        made: Callable[..., Any] | _CompiledGraph
         if not used or not torch.is_grad_enabled():
-            plain = self._inner(graph, inputs)
+            made = self._inner(graph, inputs)
+        else:
+            if not all(isinstance(each, Tensor) for each in inputs):
+                raise UnsupportedOperation(
+                    "sizes are symbols in this graph (mark_dynamic): private graphs are made for "
+                    "each size of a batch"
+                )
+            tell_causal_masks(graph)
+            made = _CompiledGraph(graph, inputs, used, capture, self._inner)
+            self.graphs.append(made)
 
-            def call_plain(*args: Any) -> Any:
-                self.num_runs += 1
-                return plain(*args)
-
-            return call_plain
-        if not all(isinstance(each, Tensor) for each in inputs):
-            raise UnsupportedOperation(
-                "sizes are symbols in this graph (mark_dynamic): private graphs are made for each "
-                "size of a batch"
-            )
-        tell_causal_masks(graph)
-        made = _CompiledGraph(graph, inputs, used, capture, self._inner)
-        self.graphs.append(made)
-
-        def call(*args: Tensor) -> Any:
-            assert self._running is not None
+        def call(*args: Any) -> Any:
             self.num_runs += 1
+            if not isinstance(made, _CompiledGraph):
+                return made(*args)
+            assert self._running is not None
             return made(args, *self._running)
 
         return call
@@ -466,7 +440,10 @@ def _slots_of(noting: _Traced) -> tuple[list[GradientSlot], list[list[int]]]:
         for name, record in records:
             kept = _kept(name, record, noting.factored)
             if kept is not None:
-                slots.append(GradientSlot(name, tuple(kept.g.shape), kept.g.dtype, _maker(kept)))
+                make = partial(Lookup, shape=kept.shape)
+                if isinstance(kept, Product):
+                    make = partial(Product, is_transposed=kept.is_transposed, shape=kept.shape)
+                slots.append(GradientSlot(name, tuple(kept.g.shape), kept.g.dtype, make))
                 numbers[-1].append(len(slots) - 1)
                 continue
             value = _multiplied_out(record)
@@ -478,15 +455,6 @@ def _slots_of(noting: _Traced) -> tuple[list[GradientSlot], list[list[int]]]:
             slots[whole[name]] = slot._replace(dtype=dtype)
             numbers[-1].append(whole[name])
     return slots, numbers
-
-
-def _maker(record: Lookup | Product) -> Callable[[Tensor, Tensor], Record]:
-    """What makes records like one, of what went in and of a gradient."""
-    shape = record.shape
-    if isinstance(record, Lookup):
-        return lambda ids, g: Lookup(ids, g, shape)
-    is_transposed = record.is_transposed
-    return lambda a, g: Product(a, g, is_transposed, shape)
 
 
 def _calling(

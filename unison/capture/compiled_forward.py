@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 from unison.capture import Capture
 from unison.capture.compiled import CompiledCapture
 from unison.capture.torch_compile import unit_draws_known, unwrapped
-from unison.capture.tracked import Tracked, places
+from unison.capture.tracked import ParamRegistry, Tracked
 from unison.errors import UnsupportedOperation
 from unison.rng.draw_mode import draws_of_granule, unwatched
 from unison.shard.api import find_blocks
@@ -49,7 +49,7 @@ class CompiledForward:
 
     def __init__(self, name: str, module: nn.Module, passes: "CapturedPasses") -> None:
         self.name, self._module, self._passes = name, module, passes
-        self._places = [(each.module, each.attribute) for each in places(module.named_modules())]
+        self._places = [(each.module, each.attribute) for each in ParamRegistry(module).places]
         self._compiled: dict[CompiledCapture, Callable[..., Any]] = {}
         self._worked: set[CompiledCapture] = set()
         self.refusal: str | None = None
@@ -205,12 +205,12 @@ class CompiledForward:
             self._compiled[backend] = torch.compile(
                 self._eager, backend=backend, dynamic=False, fullgraph=True
             )
-        compiled, num_runs = self._compiled[backend], backend.num_runs
+        num_runs = backend.num_runs
         draws = unit_draws_known() if self._has_unit_draws else nullcontext()
         try:
             # Each kind has its own backend.
             with draws, nullcontext() if backend in self._worked else _compiling():
-                output = compiled(*args, **kwargs)
+                output = self._compiled[backend](*args, **kwargs)
         except _before_running() as error:
             return None, reason_of(error)
         except Exception as error:  # backends raise anything

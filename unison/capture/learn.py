@@ -132,19 +132,17 @@ def learn_rows(
         # Below DTensors there is no batch to follow, and rows are followed by value.
         return learn_axes(module, run, batch, state=state)
     met, has_numbers, may_branch = _follow(module, run, batch)
-    if has_numbers or any(each.rows is not None and each.rows.is_by_value for each in met):
+    if has_numbers or any(rows is not None and rows.is_by_value for _, rows, _ in met):
         return _learn_partly(module, run, batch)
     axes = AxisTable(rows_per_sample={})
     try:
         learn_axes(module, run, batch, axes, state=state)
     except UnsupportedOperation:
-        if any(
-            each.layout is None and each.rows is not None and is_mixed(each.rows) for each in met
-        ):
+        if any(layout is None and rows and is_mixed(rows) for _, rows, layout in met):
             raise
         return _learn_partly(module, run, batch)
     trained = {name for name, each in module.named_parameters() if each.requires_grad}
-    used = {name for each in met for name in each.call.names}
+    used = {name for call, _, _ in met for name in call.names}
     has_other_paths = may_branch and not trained <= used
     if has_other_paths or any(_is_out_of_order(each, axes) for each in met):
         return _learn_partly(module, run, batch)
@@ -188,11 +186,12 @@ def _follow(module: nn.Module, run: Run, batch: Any) -> tuple[list[Met], bool, b
 
 def _is_out_of_order(met: Met, axes: AxisTable) -> bool:
     """Whether rows do not lie sample by sample, as many for each, where the table says."""
-    known = axes.find(met.call)
+    call, rows, _ = met
+    known = axes.find(call)
     dim = NO_AXIS if known is None else known[0]
-    if dim is None or met.rows is None or is_mixed(met.rows):
+    if dim is None or rows is None or is_mixed(rows):
         return False  # the table is what is known of it, and is checked by gradients
-    ids, size = met.rows.ids, met.call.batch
+    ids, size = rows.ids, call.batch
     if ids.shape[dim] % size:
         return True
     expected = index_in_order(ids.shape[dim], size, dim, ids.ndim, ids.device)

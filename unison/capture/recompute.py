@@ -32,7 +32,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ from unison.rng.draw_mode import current_draws, drawing_again
 REMEDY = "use a clipping mode that keeps records, such as 'flash_fuse_bk'"
 
 Place = tuple[int, int]  # which parameter of an operation, which source of it
+Waiting = tuple[Tensor, Sequence[Place], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,25 +111,12 @@ class RngAutocastState:
             yield
 
 
-class Waiting(NamedTuple):
-    """A gradient that waits for its use to be met again.
-
-    Attributes:
-        g: The gradient of what the operation returned.
-        places: The records that are to be made of it.
-        inputs: The fingerprints of what they were made of the first time.
-    """
-
-    g: Tensor
-    places: Sequence[Place]
-    inputs: Tensor
-
-
 class RecomputeQueue:
     """The uses of a forward pass, in their order, and the gradients that wait for the next one."""
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
+        # By use: gradients, the records to be made of each, and fingerprints of what went in.
         self._waiting: dict[int, list[Waiting]] = defaultdict(list)
         self._num_met = 0
         self._compared: list[tuple[Call, Tensor, Tensor]] = []
@@ -140,7 +129,7 @@ class RecomputeQueue:
     def keep(self, number: int, g: Tensor, saved: Sequence[Tensor], places: list[Place]) -> None:
         """Let a gradient wait for its use; one use may have several."""
         assert saved, "a product is made of what went in"
-        self._waiting[number].append(Waiting(g, places, fingerprint(saved)))
+        self._waiting[number].append((g, places, fingerprint(saved)))
 
     def meet(self, call: Call, saved: Sequence[Tensor]) -> list[Waiting]:
         """Take what waits for the next use of the second pass.
@@ -155,7 +144,7 @@ class RecomputeQueue:
         found = self._waiting.pop(number, [])
         if found:
             now = fingerprint(saved)
-            self._compared += [(call, each.inputs, now) for each in found]
+            self._compared += [(call, then, now) for _, _, then in found]
         return found
 
     def check(self) -> None:
@@ -235,27 +224,6 @@ def checkpointing_quiet() -> Iterator[None]:
         yield
 
 
-class _Held:
-    """A tensor that autograd has saved; the count knows when it is gone."""
-
-    __slots__ = ("_saved", "key", "num_bytes", "tensor")
-
-    def __init__(self, saved: "SavedBytes", tensor: Tensor, key: int, num_bytes: int) -> None:
-        # Without its graph: some operations save their own output (log_softmax), whose graph holds
-        # this object. Nobody could free such a circle, nor the module that the graph leads to.
-        self._saved, self.tensor, self.key, self.num_bytes = saved, tensor.detach(), key, num_bytes
-        saved._holds[key] += 1
-        if saved._holds[key] == 1:
-            saved.held += num_bytes
-
-    def __del__(self) -> None:
-        saved = self._saved
-        saved._holds[self.key] -= 1
-        if saved._holds[self.key] == 0:
-            saved.held -= self.num_bytes
-            saved.freed += self.num_bytes
-
-
 class SavedBytes:
     """Counts bytes of saved tensors, those that share memory once.
 
@@ -275,16 +243,27 @@ class SavedBytes:
     @contextmanager
     def counted(self) -> Iterator["SavedBytes"]:
         """Count what operations in this block save, until it is freed, here or later."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed):
             yield self
 
-    def _pack(self, tensor: Tensor) -> "Tensor | _Held":
+    def _pack(self, tensor: Tensor) -> Tensor:
         key, num_bytes = _memory(tensor)
-        return tensor if not key or key in self._others else _Held(self, tensor, key, num_bytes)
+        if not key or key in self._others:
+            return tensor
+        self._holds[key] += 1
+        if self._holds[key] == 1:
+            self.held += num_bytes
+        # Without its graph: some operations save their own output (log_softmax), whose graph holds
+        # what is packed. Nobody could free such a circle, nor the module that the graph leads to.
+        packed = tensor.detach()
+        finalize(packed, self._let_go, key, num_bytes).atexit = False
+        return packed
 
-
-def _unpack(packed: "Tensor | _Held") -> Tensor:
-    return packed.tensor if isinstance(packed, _Held) else packed
+    def _let_go(self, key: int, num_bytes: int) -> None:
+        self._holds[key] -= 1
+        if self._holds[key] == 0:
+            self.held -= num_bytes
+            self.freed += num_bytes
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

@@ -59,8 +59,8 @@ from unison.privacy.sampling import (
 from unison.torch_internals import (
     DynamoBackend,
     backend_of_caller,
+    compiled_part,
     has_values,
-    is_compiled,
     is_recording,
     tracer,
 )
@@ -292,7 +292,7 @@ class Attachment:
         if not self._follows_loss:
             return
         backend = None
-        if is_compiled([vars(each) for _, each in self.params.modules]):
+        if compiled_part(self.params.modules) is not None:
             backend = uncompile(self.module, self._handles)
         if self._compiled is None and not self._is_told:
             backend = backend or backend_of_caller()
