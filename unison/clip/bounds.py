@@ -131,15 +131,11 @@ def tensors_of(record: Record | Streamed) -> tuple[Tensor, ...]:
             return (record.g,)
         case Dense():
             return (record.value,)
-        case _:
-            raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
 
 
 def num_terms(record: Record | Streamed) -> int:
     """Return how many terms one sample's gradient is a sum of: its tokens, 1 for `Dense`."""
-    if isinstance(record, Dense):
-        return 1
-    return (record.ids if isinstance(record, Lookup) else record.a).shape[1]
+    return 1 if isinstance(record, Dense) else tensors_of(record)[0].shape[1]
 
 
 def matrix_shapes(records: Sequence[Record | Streamed]) -> set[tuple[int, int]]:
@@ -281,10 +277,6 @@ class Grid(NamedTuple):
 
     spacing: float | Tensor
     dtype: torch.dtype = torch.int32
-
-    def values(self, integers: Tensor) -> Tensor:
-        """Return what integers stand for, float64, exactly."""
-        return integers.double() * self.spacing
 
     def weights(self, coefficients: Tensor) -> Tensor:
         """Return coefficients of shares counted in spacings, float32: a shift of exponents."""
@@ -508,26 +500,6 @@ class Coefficients:
         return (~self.is_finite).sum()
 
 
-@dataclass(frozen=True, eq=False)
-class GroupCoefficients:
-    """Coefficients per group of parameters.
-
-    Attributes:
-        values: {group: [batch]}; a sample that is not finite in one group is 0 in all.
-        is_finite: Which samples are, in all groups [batch].
-        sensitivity: √(Σ C_k²), rounded up: the norm that no sample exceeds over all groups.
-    """
-
-    values: dict[str, Tensor]
-    is_finite: Tensor
-    sensitivity: float
-
-    @property
-    def num_dropped(self) -> Tensor:
-        """As in `Coefficients`."""
-        return (~self.is_finite).sum()
-
-
 Rule = Callable[[SampleNorms, float], Coefficients]
 
 
@@ -578,11 +550,12 @@ RULES: dict[str, Rule] = {"flat": flat, "automatic": automatic}
 
 def per_group(
     norms: Mapping[str, SampleNorms], max_norms: Mapping[str, float], rule: Rule = flat
-) -> GroupCoefficients:
+) -> dict[str, Coefficients]:
     """Clip every group of parameters to its own bound C_k.
 
     Guarantees:
-        A sample adds at most √(Σ C_k²) over all groups: the returned `sensitivity`.
+        A sample adds at most √(Σ C_k²) over all groups: `total_sensitivity`. One that is not finite
+        in one group is 0 in all.
 
     Args:
         norms: Bounded norms per group, each summed over the group's parameters.
@@ -595,10 +568,11 @@ def per_group(
             f"{sorted(max_norms)}"
         )
     is_finite = torch.stack([_is_finite(norms[group]) for group in norms]).all(0)  # [batch]
-    values = {
-        group: rule(norms[group], max_norms[group]).values.where(is_finite, 0.0) for group in norms
+    found = {group: rule(norms[group], max_norms[group]).values for group in norms}
+    return {
+        group: Coefficients(values.where(is_finite, 0.0), is_finite)
+        for group, values in found.items()
     }
-    return GroupCoefficients(values, is_finite, total_sensitivity(max_norms))
 
 
 def per_layer(
@@ -606,7 +580,7 @@ def per_layer(
     max_norm: float,
     rule: Rule = flat,
     num_parameters: int | None = None,
-) -> GroupCoefficients:
+) -> dict[str, Coefficients]:
     """Clip every parameter to C / √L, so that a sample adds at most C over all L of them.
 
     Args:

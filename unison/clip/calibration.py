@@ -43,7 +43,6 @@ from unison.clip.costs import (
     FACTORS,
     FORWARD,
     KEPT,
-    MACHINES,
     PLAIN_RECORDS,
     RECORDS,
     WAITING,
@@ -54,7 +53,7 @@ from unison.clip.costs import (
     waits,
 )
 from unison.clip.measured import Factors, can_wait
-from unison.clip.norms import NORM_METHODS, from_records, measure
+from unison.clip.norms import NORM_METHODS, from_records, measure, refusal
 from unison.kernels import multi_tensor
 from unison.kernels.available import has_triton, on_device_of, plain_arithmetic
 from unison.ops import Product, Record
@@ -248,11 +247,9 @@ def num_bytes(layer: LayerShape) -> int:
 def wanted_parts(layer: LayerShape) -> list[str]:
     """Return the parts of all choices that take this layer, without those that are hopeless."""
     records, costs = layer.records(), method_costs(layer, "cuda")
-    choices = [each for each in CHOICES if NORM_METHODS[each.norm].refusal(records) is None]
+    choices = [each for each in CHOICES if refusal(each.norm, records) is None]
     parts = dict.fromkeys(part for each in choices for part in parts_of(layer, each))
-    predicted = {
-        part: costs[part].seconds(MACHINES["cuda"]) for part in parts if part in NORM_METHODS
-    }
+    predicted = {part: costs[part].seconds("cuda") for part in parts if part in NORM_METHODS}
     slowest = max(_HOPELESS_SECONDS, _HOPELESS_FACTOR * min(predicted.values()))
     predicted |= dict.fromkeys((FACTOR_NORMS, FACTORS), predicted.get("gram", 0.0))
     return [part for part in parts if predicted.get(part, 0.0) <= slowest]
