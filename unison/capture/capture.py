@@ -257,7 +257,7 @@ class Capture:
         try:
             with (
                 buffers_unchanged(self.module),
-                surroundings.restored(),
+                surroundings(),
                 torch.enable_grad(),
                 nothing_saved(),
                 checkpointing_quiet(),
@@ -520,15 +520,18 @@ class Capture:
     plain = staticmethod(plain)
 
     def tracks(self, value: Any) -> bool:
-        """Whether a value's uses are recorded."""
+        """Whether a value is a parameter whose uses are recorded."""
         return type(value) is Tracked
 
     def align(self, value: Tensor, like: Tensor) -> Tensor:
-        """Let rows made without the batch be those of a tensor that they will meet."""
+        """Let rows made without the batch be the samples' of a tensor that they will meet.
+
+        As those of a recurrent network's first state, which are zeros.
+        """
         return value if self.trace is None else self.trace.aligned(value, like)
 
     def expand(self, value: Tracked, shape: Sequence[int], like: Tensor) -> Any:
-        """Expand a parameter to meet a tensor, whose samples its rows are."""
+        """`value.expand(shape)` of a parameter, to meet a tensor whose samples its rows are."""
         if self.trace is None:
             return value.expand(shape)
         made = value.value.expand(shape)
@@ -550,7 +553,15 @@ class Capture:
         uses: Sequence[tuple[Any, Builder]],
         is_fresh: bool = True,
     ) -> Tensor:
-        """Record the uses of parameters that made `output`, when its gradient comes."""
+        """Record the uses of parameters that made `output`, when its gradient comes.
+
+        Args:
+            output: What the operation returned.
+            saved: What the builders need of its inputs.
+            uses: The parameters, each with the builder of its record.
+            is_fresh: Whether the output is the operation's alone: it shares no memory with an
+                input, and its backward does not read it.
+        """
         assert self._current is not None
         call, axes = self._current
         if self.seen is not None:

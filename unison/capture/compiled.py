@@ -278,7 +278,6 @@ class _CompiledGraph:
         inner: DynamoBackend,
     ) -> None:
         self.places = {name: place for place, name in names.items()}
-        self.shapes = {name: tuple(inputs[place].shape) for place, name in names.items()}
         self.free: list[_SlotSet] = []  # sets of slots that no pass holds
         self._num_inputs = len(inputs)
         self._num_outputs = len(graph.graph.find_nodes(op="output")[0].args[0])
@@ -289,8 +288,7 @@ class _CompiledGraph:
         def run(capture: _Traced, args: Sequence[Tensor]) -> tuple:
             given = list(args)
             for place, name in names.items():
-                source = Source(name, self.shapes[name])
-                given[place] = Tracked.of(given[place], (source,), capture)
+                given[place] = Tracked.of(given[place], (Source(name),), capture)
             outputs = graph(*given)
             for each in outputs:
                 if type(each) is Tracked:

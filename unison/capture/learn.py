@@ -19,7 +19,6 @@ from unison.capture.probes import ProbeState
 from unison.capture.recompute import checkpointing_quiet
 from unison.capture.row_rules import is_mixed
 from unison.errors import BadInput, UnsupportedOperation
-from unison.ops import Record
 from unison.ops.records import NOBODY, index_in_order
 from unison.rng.draw_mode import other_generator_states
 from unison.torch_internals import FunctionMode, has_values, is_dtensor
@@ -88,7 +87,7 @@ def _two_passes(
         some = resized(batch, each)
         if state is not None:
             state.restore()
-        capture = Capture(module, each, axes=axes, on_record=_nothing)
+        capture = Capture(module, each, axes=axes, on_record=lambda *_: None)
         with capture.learning() as seen, generators_kept(batch), checkpointing_quiet():
             run(module, some)
         calls.append(seen)
@@ -97,15 +96,8 @@ def _two_passes(
 
 def generators_kept(batch: Any) -> Any:
     """Leave torch's generators as they are found, on the CPU and where the batch is."""
-    return torch.random.fork_rng(devices={leaf.device for leaf in _tensors(batch) if leaf.is_cuda})
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-
-
-def _nothing(name: str, record: Record) -> None:
-    pass
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return torch.random.fork_rng(devices={leaf.device for leaf in tensors if leaf.is_cuda})
 
 
 # --- whether rows must be followed ----------------------------------------------------------------
@@ -158,7 +150,7 @@ def _follow(module: nn.Module, run: Run, batch: Any) -> tuple[list[Met], bool, b
         anything was read, or Python's own random numbers were drawn.
     """
     batch = resized(batch, max(NUM_FOLLOWED, batch_size_of(batch)))
-    capture = Capture(module, batch_size_of(batch), axes=AxisTable(), on_record=_nothing)
+    capture = Capture(module, batch_size_of(batch), axes=AxisTable(), on_record=lambda *_: None)
     reads: set[str] = set()
 
     def noted(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -29,9 +29,8 @@ moment: memory that ordinary training has freed by then is memory that clipping 
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NoReturn
 from weakref import finalize
 
@@ -42,7 +41,6 @@ from torch.utils._pytree import tree_leaves
 from unison.capture.axes import Call
 from unison.capture.probes import fingerprint
 from unison.errors import UnsupportedOperation
-from unison.rng import BatchDraws
 from unison.rng.draw_mode import current_draws, drawing_again
 
 REMEDY = "use a clipping mode that keeps records, such as 'flash_fuse_bk'"
@@ -51,64 +49,41 @@ Place = tuple[int, int]  # which parameter of an operation, which source of it
 Waiting = tuple[Tensor, Sequence[Place], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class RngAutocastState:
-    """What a forward pass depends on beside its model and its batch: draws and autocast.
+RngAutocastState = Callable[[], AbstractContextManager[None]]
+"""Sets what held at some time, for a block; generators go on afterwards where they were before."""
 
-    Attributes:
-        generators: The states of torch's generators, by device.
-        autocasts: For each kind of device: whether autocast is on, and its dtype.
-        is_cache_enabled: Whether autocast may keep what it has cast.
-        draws: The random numbers of samples; None if it draws from generators.
-        drawn: How many of them were drawn before.
+
+def rng_autocast_state(module: nn.Module, batch: Any = None) -> RngAutocastState:
+    """Return what sets that again on which a forward pass depends now beside model and batch.
+
+    That is torch's generators, the random numbers of samples, and autocast, where a module and a
+    batch lie.
     """
-
-    generators: dict[torch.device, Tensor]
-    autocasts: dict[str, tuple[bool, torch.dtype]]
-    is_cache_enabled: bool
-    draws: BatchDraws | None
-    drawn: list[tuple[int, int]] | None
-
-    @classmethod
-    def here(cls, module: nn.Module, batch: Any = None) -> "RngAutocastState":
-        """What holds now, where a module and a batch lie."""
-        values = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
-        devices = {value.device for value in values if isinstance(value, Tensor) and value.is_cuda}
-        kinds = {"cpu", *(device.type for device in devices)}
-        draws = current_draws()
-        return cls(
-            {
-                torch.device("cpu"): torch.get_rng_state(),
-                **{device: torch.cuda.get_rng_state(device) for device in devices},
-            },
-            {
-                kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in sorted(kinds)
-            },
-            torch.is_autocast_cache_enabled(),
-            draws,
-            draws and draws.state(),
-        )
+    values = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
+    devices = {value.device for value in values if isinstance(value, Tensor) and value.is_cuda}
+    generators = [torch.default_generator]
+    generators += [torch.cuda.default_generators[device.index] for device in devices]
+    states = [each.get_state() for each in generators]
+    casts = {
+        kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in sorted({"cpu", *(device.type for device in devices)})
+    }
+    is_cached, draws = torch.is_autocast_cache_enabled(), current_draws()
+    drawn = draws and draws.state()
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """As it was then, for a while; generators go on afterwards where they were before."""
-        devices = [device for device in self.generators if device.type == "cuda"]
+    def restored() -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=devices))
-            for kind, (is_enabled, dtype) in self.autocasts.items():
-                context = torch.autocast(
-                    kind, dtype=dtype, enabled=is_enabled, cache_enabled=self.is_cache_enabled
-                )
-                stack.enter_context(context)
-            if self.draws is not None:
-                stack.enter_context(drawing_again(self.draws, self.drawn))
-            for device, state in self.generators.items():
-                if device.type == "cuda":
-                    torch.cuda.set_rng_state(state, device)
-                else:
-                    torch.set_rng_state(state)
+            for kind, (is_enabled, dtype) in casts.items():
+                stack.enter_context(torch.autocast(kind, dtype, is_enabled, is_cached))
+            if draws is not None:
+                stack.enter_context(drawing_again(draws, drawn))
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state.clone())
             yield
+
+    return restored
 
 
 class RecomputeQueue:

@@ -98,7 +98,7 @@ def marked(placed: Sequence[Place], listener: "Capture", *, is_guarded: bool) ->
                 before = attributes.get(attribute)
                 if id(parameter) not in tracked:
                     value = parameter if before is None else before
-                    made = Tracked.of(value, (Source(name, tuple(value.shape)),), listener)
+                    made = Tracked.of(value, (Source(name),), listener)
                     is_whole = type(made.value) is Tensor or not is_dtensor(value)
                     made.is_parameter = isinstance(value, nn.Parameter) and is_whole
                     tracked[id(parameter)] = made
@@ -122,19 +122,17 @@ class Source:
 
     Attributes:
         name: The parameter's canonical name; a tied one has one.
-        shape: The parameter's shape.
         back: Turns a record of the tensor into one of the parameter; None where they are the same.
     """
 
     name: str
-    shape: tuple[int, ...]
     back: Back | None = None
 
     def through(self, step: Back) -> "Source":
         """The source of something made of the tensor; `step` leads back to the tensor."""
         before = self.back
         back = step if before is None else lambda record: before(step(record))
-        return Source(self.name, self.shape, back)
+        return Source(self.name, back)
 
 
 class Tracked(Tensor):

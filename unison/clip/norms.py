@@ -334,8 +334,6 @@ def _add_rows(tile: Tensor, record: Record, rows: slice) -> None:
             columns = tile.shape[2]
             num_rows = math.prod(record.shape) // max(1, columns)
             tile += value.reshape(len(value), num_rows, columns)[:, rows]
-        case _:
-            raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
 
 
 NORM_METHODS: dict[str, Callable[[Sequence[Record]], Tensor] | None] = {
@@ -386,7 +384,7 @@ def from_records(records: Sequence[Record], coefficients: Tensor, shape: tuple[i
         return _of_dense(records[0], coefficients).view(shape)
     total = torch.zeros(shape, dtype=torch.float64, device=tensors_of(records[0])[0].device)
     for record in records:
-        _add(total, record, coefficients)
+        add_clipped(total, record, coefficients)
     return total
 
 
@@ -396,10 +394,6 @@ def add_clipped(total: Tensor, record: Record, coefficients: Tensor) -> None:
     For uses that come one by one.
     """
     check_records([record], coefficients)
-    _add(total, record, coefficients)
-
-
-def _add(total: Tensor, record: Record, coefficients: Tensor) -> None:
     if tuple(total.shape) != record.shape or total.dtype != torch.float64:
         raise BadInput(
             f"expected a float64 total of shape {list(record.shape)}, found {total.dtype} "
@@ -414,8 +408,6 @@ def _add(total: Tensor, record: Record, coefficients: Tensor) -> None:
                 _add_lookup(total, record, coefficients)
             case Dense():
                 total.view(-1).add_(_of_dense(record, coefficients))
-            case _:
-                raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
 
 
 def _of_dense(dense: Dense, coefficients: Tensor) -> Tensor:  # [numel], float64

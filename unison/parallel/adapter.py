@@ -632,7 +632,7 @@ class Replicated(ParallelAdapter):
                 if not parameter.requires_grad:
                     continue
                 if id(parameter) not in tracked:
-                    sources = (Source(name, tuple(parameter.shape)),)
+                    sources = (Source(name),)
                     parts = [Tracked.of(parameter, sources, each) for each in captures.values()]
                     tracked[id(parameter)] = PerGranule.of(parts)
                 owner.__dict__[attribute] = tracked[id(parameter)]
@@ -749,7 +749,7 @@ class Units(ParallelAdapter):
             if group.requires_grad:
                 names = [self._names[id(piece)] for piece in group.pieces]
                 views = [
-                    Tracked.of(view, (Source(name, tuple(view.shape)),), capture)
+                    Tracked.of(view, (Source(name),), capture)
                     for name, view in zip(names, views, strict=True)
                 ]
             found.append(views)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from unison.capture import Capture, RngAutocastState
+from unison.capture import Capture, RngAutocastState, rng_autocast_state
 from unison.capture.torch_compile import uncompile
 from unison.capture.tracked import ParamRegistry
 from unison.clip import Clipping, Plan
@@ -538,7 +538,7 @@ class Attachment:
                     "which sharded modules do not take yet: use a larger memory_budget, or 'ghost' "
                     "or 'flash_fuse', which keep nothing"
                 )
-            running.call = (args, kwargs, RngAutocastState.here(self.module, (args, kwargs)))
+            running.call = (args, kwargs, rng_autocast_state(self.module, (args, kwargs)))
         return running
 
     def _refuse_other_kinds(self, inputs: Inputs) -> None:
