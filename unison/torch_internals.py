@@ -246,14 +246,13 @@ def pushed_lowest(mode: TorchFunctionMode) -> Iterator[None]:
 @contextmanager
 def taken_away(mode: TorchFunctionMode) -> Iterator[None]:
     """Have a mode nowhere on the stack for a block."""
-    if not any(each is mode for each in _get_current_function_mode_stack()):
-        yield
-        return
+    is_there = any(each is mode for each in _get_current_function_mode_stack())
     take_away(mode)
     try:
         yield
     finally:
-        push_lowest(mode)
+        if is_there:
+            push_lowest(mode)
 
 
 @contextmanager
@@ -291,17 +290,13 @@ def backend_of(options: Mapping[str, Any]) -> DynamoBackend:
     Args:
         options: Arguments of `torch.compile`.
     """
-    return backend_in(torch.compile(_nothing, **options))
+    return backend_in(torch.compile(lambda: None, **options))
 
 
 def backend_in(compiled: Callable[..., Any]) -> DynamoBackend:
     """The backend of a function that torch.compile made."""
     cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
     return torch._dynamo.eval_frame.innermost_backend(cells["callback"].cell_contents)
-
-
-def _nothing() -> None:
-    pass
 
 
 def pinned(backend: DynamoBackend) -> DynamoBackend:

@@ -22,7 +22,6 @@ from unison.clip.bounds import tensors_of
 from unison.clip.calibration import (
     MOST_BYTES,
     Calibration,
-    CostFile,
     Stopwatch,
     num_bytes,
     wanted_parts,
@@ -173,14 +172,14 @@ def test_on_the_gpu(itemsize, tmp_path):
     ]
     stopwatch = Stopwatch(torch.device("cuda"))
     before = torch.cuda.get_rng_state()
-    timed = Calibration("GPU", stopwatch.time_layer, CostFile(tmp_path, MADE_BY))
+    timed = Calibration("GPU", stopwatch.time_layer, tmp_path, MADE_BY)
     found = plan_clipping(layers, machine="cuda", timed=timed)
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert "3 of 3 layers timed on GPU" in str(found)
     for layer in found.layers:
         assert 1e-6 < layer.chosen.time < 1e-1
     timer = FakeTimer()
-    again = Calibration("GPU", timer, CostFile(tmp_path, MADE_BY))
+    again = Calibration("GPU", timer, tmp_path, MADE_BY)
     assert plan_clipping(layers, machine="cuda", timed=again) == found
     assert timer.asked == []
 

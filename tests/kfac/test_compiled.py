@@ -210,9 +210,8 @@ def test_batches_of_many_shapes(monkeypatch):
 def test_records_that_are_wrong_are_not_used(monkeypatch):
     expected, _ = factors_after(make_transformer())
 
-    def doubled(*fields: Any) -> Any:
-        *others, make = fields
-        return slot(*others, make and (lambda a, g: make(a, 2 * g)))
+    def doubled(name: str, shape: tuple[int, ...], dtype: torch.dtype, make: Any) -> Any:
+        return slot(name, shape, dtype, make and (lambda a, g: make(a, 2 * g)))
 
     slot = capture.GradientSlot
     monkeypatch.setattr(capture, "GradientSlot", doubled)

@@ -238,8 +238,12 @@ def _samples(first: Seen, second: Seen, sizes: tuple[int, int]) -> Axis:
     """The dimension of the samples, as many rows for each."""
     axis = _changed(first.output, second.output, first.call)
     one, other = first.digest, second.digest
-    has_digests = axis is NO_AXIS and one is not None and other is not None
-    if has_digests and not torch.allclose(one, other, rtol=1e-6, atol=0.0, equal_nan=True):
+    if (
+        axis is NO_AXIS
+        and one is not None
+        and other is not None
+        and not torch.allclose(one, other, rtol=1e-6, atol=0.0, equal_nan=True)
+    ):
         raise UnsupportedOperation(
             f"{first.call} has no place for samples, and yet changes with them: a sum or a mean "
             "over the batch went in, so that one sample's gradient depends on the others"

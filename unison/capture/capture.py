@@ -6,12 +6,12 @@ A tap on the output of each operation that uses parameters makes records of its 
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen, refuse_unseen, see
@@ -24,7 +24,6 @@ from unison.capture.recompute import (
     RngAutocastState,
     buffers_unchanged,
     checkpointing_quiet,
-    nothing_saved,
     refuse_gradients,
 )
 from unison.capture.row_rules import RowSamples, is_mixed
@@ -35,7 +34,7 @@ from unison.capture.tracked import (
     ParamRegistry,
     Tracked,
     all_plain,
-    like,
+    mapped,
     marked,
     plain,
 )
@@ -58,6 +57,7 @@ ANCHOR = "_unison_anchor"
 
 
 OnRecord = Callable[[str, Record], None]
+Uses = list[tuple[Tracked, Builder]]  # of parameters by one operation
 OnProduct = Callable[[str, Product], bool]
 
 _NO_MODULE = nn.Module()
@@ -136,7 +136,7 @@ class Capture:
         self._met: list[Met] | None = None  # while it is looked at where samples go
         self._resolved: dict[Call, bool] = {}  # whether a call has made an expression
         # Uses that wait in the graph: only for who will `release` them, or all would be a cycle.
-        self._uses: list[OperationUse] | None = None if known is None else []
+        self._uses: list[Uses] | None = None if known is None else []
         self.on_release: list[Callable[[], None]] = []
 
     @contextmanager
@@ -178,11 +178,8 @@ class Capture:
     def learning(self) -> Iterator[list[Seen]]:
         """Only write down what is called and what comes out."""
         self.seen = []
-        try:
-            with self.installed(), torch.no_grad():
-                yield self.seen
-        finally:
-            self.seen = None
+        with self.installed(), torch.no_grad():
+            yield self.seen
 
     @contextmanager
     def following(self, batch: Any, dim: int = 0, per_sample: int = 1) -> Iterator[None]:
@@ -230,11 +227,8 @@ class Capture:
             batch: Tensors with samples along dimension 0.
         """
         self._met = []
-        try:
-            with self.installed(), torch.no_grad(), self._traced(batch, 0):
-                yield self._met
-        finally:
-            self._met = None
+        with self.installed(), torch.no_grad(), self._traced(batch, 0):
+            yield self._met
 
     @contextmanager
     def recompute(self, surroundings: RngAutocastState) -> Iterator[None]:
@@ -259,7 +253,7 @@ class Capture:
                 buffers_unchanged(self.module),
                 surroundings(),
                 torch.enable_grad(),
-                nothing_saved(),
+                saved_tensors_hooks(lambda _: None, refuse_gradients),  # graphs hold nothing
                 checkpointing_quiet(),
             ):
                 yield
@@ -274,7 +268,7 @@ class Capture:
         The graph of a loss that somebody still holds leads to this object.
         """
         for use in self._uses or ():
-            use.uses = ()
+            use.clear()
         self._uses = None
         for call in self.on_release:
             call()
@@ -290,7 +284,7 @@ class Capture:
     def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a torch function that has a tracked tensor among its arguments."""
         if self.is_outside:
-            return func(*self._unmarked(args), **self._unmarked(kwargs))
+            return func(*mapped(self._unmarked, args), **mapped(self._unmarked, kwargs))
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -339,22 +333,18 @@ class Capture:
         return self._derived(call, args, kwargs)
 
     def _unmarked(self, value: Any) -> Any:
-        """Arguments with parameters themselves in the place of their marks."""
-        if type(value) is Tracked:
-            name = value.of_parameters[0]
-            if not value.is_parameter:
-                raise UnsupportedOperation(
-                    f"something that was made of {name!r} inside of the module is used outside of "
-                    "it, where its gradient would be neither clipped nor noised. Compute it inside "
-                    "of the module's forward, or detach it"
-                )
-            assert self._known is not None  # by who sees the module return
-            return next(each.parameter for each in self._known.places if each.name == name)
-        if isinstance(value, list | tuple):
-            return like(value, [self._unmarked(each) for each in value])
-        if isinstance(value, dict):
-            return {key: self._unmarked(each) for key, each in value.items()}
-        return value
+        """A parameter itself in the place of its mark; anything else as it is."""
+        if type(value) is not Tracked:
+            return value
+        name = value.of_parameters[0]
+        if not value.is_parameter:
+            raise UnsupportedOperation(
+                f"something that was made of {name!r} inside of the module is used outside of it, "
+                "where its gradient would be neither clipped nor noised. Compute it inside of the "
+                "module's forward, or detach it"
+            )
+        assert self._known is not None  # by who sees the module return
+        return next(each.parameter for each in self._known.places if each.name == name)
 
     def _call_of(
         self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
@@ -588,7 +578,7 @@ class Capture:
             names = self.ignored
             tracked = [use for use in tracked if any(n not in names for n in use[0].of_parameters)]
         if self._is_again:
-            self._record_again(call, OperationUse(self, layout, tracked), saved)
+            self._record_again(call, layout, tracked, saved)
             # In the same place in memory, with no graph behind it. It requires a gradient as it did
             # the first time: kernels are chosen by that.
             use, output, saved = None, output.detach(), ()
@@ -597,20 +587,22 @@ class Capture:
             if is_late:
                 self.used_late.update(name for value, _ in tracked for name in value.of_parameters)
             number = None if self.repeats is None or is_late else self.repeats.number(call)
-            use = OperationUse(self, layout, tracked, number, is_late)
+            use = self, layout, tracked, number, is_late
             if self._uses is not None:
-                self._uses.append(use)
+                self._uses.append(tracked)
         # A linear map makes a view, where it reshapes what it made: nobody else sees the original.
         if is_fresh and output._base is not None:
             output = _as_no_view(output, output.shape)
         return _Tap.apply(use, is_fresh, output, anchor, *saved)  # type: ignore[return-value]
 
-    def _record_again(self, call: Call, use: "OperationUse", saved: Sequence[Tensor]) -> None:
+    def _record_again(
+        self, call: Call, layout: Layout | None, uses: Uses, saved: Sequence[Tensor]
+    ) -> None:
         """Make the records that wait for a use that is met again; see `recompute`."""
         inputs = tuple(each.detach() for each in saved)
         assert self.repeats is not None
         for g, places, _ in self.repeats.meet(call, tuple(map(local, inputs))):
-            for _, name, record in use.records(g, inputs, places):
+            for _, name, record in records_of(layout, uses, g, inputs, places):
                 self.on_record(name, plain_record(record))
 
 
@@ -623,49 +615,40 @@ def _has_float_tensor(value: Any) -> bool:
 _as_no_view = torch.ops.aten._unsafe_view.default
 
 
-@dataclass(eq=False, slots=True)
-class OperationUse:
-    """The uses of parameters by one operation, whose records are made when its gradient comes."""
-
-    capture: "Capture"
-    layout: Layout | None  # None if it was made in a backward pass, and is not known there
-    uses: Sequence[tuple[Tracked, Builder]]
-    number: int | None = None  # in the forward pass, if it can be met again
-    is_late: bool = False  # made in a backward pass
-
-    def records(
-        self, g: Tensor, saved: tuple[Tensor, ...], places: Sequence[Place] | None = None
-    ) -> Iterator[tuple[Place, str, Record]]:
-        """Make the records, or some of them: where each belongs, its parameter, the record."""
-        layout = self.layout
-        if layout is None:
-            name = self.uses[0][0].of_parameters[0]
+def records_of(
+    layout: Layout | None,
+    uses: Uses,
+    g: Tensor,
+    saved: tuple[Tensor, ...],
+    places: Sequence[Place] | None = None,
+) -> Iterator[tuple[Place, str, Record]]:
+    """Make the records of an operation, or some: where each belongs, its parameter, the record."""
+    if layout is None:
+        raise UnsupportedOperation(
+            f"{uses[0][0].of_parameters[0]}: rows of this model lie where values have put them, "
+            "and reentrant activation checkpointing runs it where samples are not followed; use "
+            "use_reentrant=False"
+        )
+    if layout.index is not None:
+        layout.check_nobodys(g)
+    is_whole = type(g) is Tensor and all(type(each) is Tensor for each in saved)
+    for i, (tracked, builder) in enumerate(uses):
+        if places is not None and all(i != place[0] for place in places):
+            continue
+        try:
+            if is_whole:
+                record = builder(layout, g, *saved, shape=tuple(tracked.value.shape))
+            else:
+                record = record_of(builder, layout, tracked.value, g, saved)
+        except BadInput as error:
+            if layout.index is None:
+                raise
+            name = tracked.of_parameters[0]
             raise UnsupportedOperation(
-                f"{name}: rows of this model lie where values have put them, and reentrant "
-                "activation checkpointing runs it where samples are not followed; use "
-                "use_reentrant=False"
-            )
-        if layout.index is not None:
-            layout.check_nobodys(g)
-        is_whole = type(g) is Tensor and all(type(each) is Tensor for each in saved)
-        for i, (tracked, builder) in enumerate(self.uses):
-            if places is not None and all(i != place[0] for place in places):
-                continue
-            try:
-                if is_whole:
-                    record = builder(layout, g, *saved, shape=tuple(tracked.value.shape))
-                else:
-                    record = record_of(builder, layout, tracked.value, g, saved)
-            except BadInput as error:
-                if layout.index is None:
-                    raise
-                raise UnsupportedOperation(
-                    f"{tracked.of_parameters[0]}: its rows lie where values have put them, and "
-                    f"{error}"
-                ) from None
-            for j, source in enumerate(tracked.sources):
-                if places is not None and (i, j) not in places:
-                    continue
+                f"{name}: its rows lie where values have put them, and {error}"
+            ) from None
+        for j, source in enumerate(tracked.sources):
+            if places is None or (i, j) in places:
                 own = record if source.back is None else source.back(plain_record(record))
                 yield (i, j), source.name, own
 
@@ -678,7 +661,10 @@ class _Tap(torch.autograd.Function):
     activation checkpointing drops it and makes it again.
 
     Args:
-        use: What is to be recorded; None in a second pass, which is not gone backward.
+        use: What is to be recorded: the capture, where samples lie (None if it was made in a
+            backward pass, and is not known there), the uses of parameters, the number of the
+            operation in the forward pass (None if it cannot be met again), and whether it was made
+            in a backward pass. None in a second pass, which is not gone backward.
         is_fresh: Whether the operation made the output new and does not need it in its backward.
         output: What the operation returned.
         anchor: A scalar that requires a gradient, so that one comes even if no input does.
@@ -688,7 +674,7 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        use: OperationUse | None,
+        use: tuple["Capture", Layout | None, Uses, int | None, bool] | None,
         is_fresh: bool,
         output: Tensor,
         anchor: Tensor,
@@ -705,11 +691,11 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple:  # type: ignore[override]
         nothing = None, None, g, None, *(None for _ in range(ctx.num_saved))
-        use: OperationUse | None = ctx.use
         if g is None:
             return nothing
-        if use is None:
+        if ctx.use is None:
             refuse_gradients()
+        capture, layout, uses, number, is_late = ctx.use
         try:
             saved = ctx.saved_tensors  # asked for once: checkpointing makes them again for it
         except RuntimeError as error:
@@ -717,20 +703,18 @@ class _Tap(torch.autograd.Function):
                 refuse_changed()
             raise
         saved = tuple(value.detach() for value in saved)
-        capture, places = use.capture, []
-        for place, name, record in use.records(g, saved):
-            if use.is_late:
+        places = []
+        for place, name, record in records_of(layout, uses, g, saved):
+            if is_late:
                 capture.recorded_late.add(name)
             if not capture.streams:
                 record = plain_record(record)
-            if use.number is None or capture.on_product is None or type(record) is not Product:
+            if number is None or capture.on_product is None or type(record) is not Product:
                 capture.on_record(name, record)
             elif capture.on_product(name, record):
                 places.append(place)
         if places:
-            assert capture.repeats is not None
-            assert use.number is not None
-            capture.repeats.keep(use.number, g, tuple(map(local, saved)), places)
+            capture.repeats.keep(number, g, tuple(map(local, saved)), places)
         return nothing
 
 

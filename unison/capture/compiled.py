@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule
 
-from unison.capture.capture import Capture, OperationUse, refuse_second
+from unison.capture.capture import Capture, records_of, refuse_second
 from unison.capture.torch_compile import tell_causal_masks
 from unison.capture.tracked import FACTS, Source, Tracked, all_plain
 from unison.errors import UnsupportedOperation
@@ -78,39 +78,11 @@ class _ToSlots(torch.autograd.Function):
         return None, None, g, *values, *(None,) * ctx.num_saved
 
 
-def _slot_gradients(
-    use: OperationUse,
-    places: Sequence[int],
-    factored: Collection[str],
-    g: Tensor,
-    saved: tuple[Tensor, ...],
-) -> list[Tensor]:
-    """The gradients of the slots that the records of an operation lead to, each slot once.
-
-    Args:
-        use: The uses of parameters by the operation.
-        places: The number of each record's slot.
-        factored: Parameters whose factors are kept.
-        g: The gradient of what came out.
-        saved: What the records are made of.
-    """
-    found: dict[int, Tensor] = {}
-    for place, (name, record) in zip(places, _records(use, g, saved), strict=True):
-        kept = _kept(name, record, factored)
-        value = _multiplied_out(record) if kept is None else kept.g
-        found[place] = found[place] + value if place in found else value
-    return list(found.values())
-
-
 def _kept(name: str, record: Record, factored: Collection[str]) -> Lookup | Product | None:
     """The record itself, if its parts are kept and not multiplied out."""
     if isinstance(record, Lookup) or (isinstance(record, Product) and name in factored):
         return record
     return None
-
-
-def _records(use: OperationUse, g: Tensor, saved: tuple[Tensor, ...]) -> list[tuple[str, Record]]:
-    return [(name, plain_record(record)) for _, name, record in use.records(g, saved)]
 
 
 def _multiplied_out(record: Record) -> Tensor:
@@ -168,25 +140,34 @@ class _Traced(Capture):
     ) -> Tensor:
         """Let the gradients of the parameters that made `output` lead to slots."""
         assert self._current is not None
-        use = OperationUse(
-            self,
-            self.axes.layout_of(*self._current, output),
-            [(value, builder) for value, builder in uses if type(value) is Tracked],
-        )
-        inputs = tuple(each.detach() for each in saved)
+        layout = self.axes.layout_of(*self._current, output)
+        tracked = [(value, builder) for value, builder in uses if type(value) is Tracked]
+
+        def records(g: Tensor, saved: tuple[Tensor, ...]) -> list[tuple[str, Record]]:
+            found = records_of(layout, tracked, g, saved)
+            return [(name, plain_record(record)) for _, name, record in found]
+
         # Of the gradient nothing but the shape is known yet; what is made of it here is not kept.
-        records = _records(use, output.detach(), inputs)
-        number = len(self.noted)
-        self.noted.append(records)
+        noted = records(output.detach(), tuple(each.detach() for each in saved))
+        self.noted.append(noted)
         if self._slots is None:
             return output
-        places = self._slots[number]
-        for place, (name, record) in zip(places, records, strict=True):
+        places = self._slots[len(self.noted) - 1]
+        for place, (name, record) in zip(places, noted, strict=True):
             kept = _kept(name, record, self.factored)
             if kept is not None:
                 self.kept[place] = kept.ids if isinstance(kept, Lookup) else kept.a
+
+        def gradients(g: Tensor, saved: tuple[Tensor, ...]) -> list[Tensor]:
+            """Return those of the slots that the records lead to, each slot once."""
+            found: dict[int, Tensor] = {}
+            for place, (name, record) in zip(places, records(g, saved), strict=True):
+                kept = _kept(name, record, self.factored)
+                value = _multiplied_out(record) if kept is None else kept.g
+                found[place] = found[place] + value if place in found else value
+            return list(found.values())
+
         slots = [self._values[each] for each in dict.fromkeys(places)]
-        gradients = partial(_slot_gradients, use, places, self.factored)
         return _ToSlots.apply(gradients, len(slots), output, *slots, *saved)  # type: ignore[return-value]
 
 

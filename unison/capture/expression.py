@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unison.capture.axes import Axes, Axis, Call
 from unison.capture.parts import looked_up_part, refuse_use
-from unison.capture.tracked import Tracked, all_plain, like, plain
+from unison.capture.tracked import Tracked, all_plain, like, mapped, plain
 from unison.errors import UnsupportedOperation
 from unison.kernels.available import is_traced
 from unison.ops import (
@@ -137,8 +137,6 @@ def _through_autograd(func: Callable[..., Any], args: tuple, kwargs: dict[str, A
     leaves: dict[int, tuple[Tracked, Tensor]] = {}
 
     def as_leaf(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return like(value, [as_leaf(item) for item in value])
         if type(value) is not Tracked:
             if isinstance(value, Tensor) and value.requires_grad:
                 raise UnsupportedOperation(
@@ -153,9 +151,7 @@ def _through_autograd(func: Callable[..., Any], args: tuple, kwargs: dict[str, A
         return leaves[id(value)][1]
 
     with torch.enable_grad():
-        output = func(
-            *(as_leaf(each) for each in args), **{k: as_leaf(v) for k, v in kwargs.items()}
-        )
+        output = func(*mapped(as_leaf, args), **mapped(as_leaf, kwargs))
 
     def followed(item: Any) -> Any:
         if not isinstance(item, Tensor) or not item.requires_grad:

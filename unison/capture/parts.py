@@ -206,7 +206,7 @@ _ADDING_TOKENS: frozenset[Builder] = frozenset({of_bias, of_offset, of_gain})
 def adds_tokens(builder: Builder) -> bool:
     """Whether a builder makes, of some of the tokens, a part of the whole record's sum."""
     # With statistics per channel the other dimensions are no tokens.
-    is_per_channel = isinstance(builder, partial) and "broadcast" in builder.keywords
+    is_per_channel = "broadcast" in getattr(builder, "keywords", ())
     return _plain(builder) in _ADDING_TOKENS and not is_per_channel
 
 

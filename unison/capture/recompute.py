@@ -177,13 +177,6 @@ def buffers_unchanged(module: nn.Module) -> Iterator[None]:
             )
 
 
-@contextmanager
-def nothing_saved() -> Iterator[None]:
-    """Let graphs hold no tensors."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse_gradients):
-        yield
-
-
 def refuse_gradients(*_: Any) -> NoReturn:
     """Raise for a backward pass inside of the second forward pass: the model takes gradients."""
     raise UnsupportedOperation(

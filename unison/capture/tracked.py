@@ -239,15 +239,16 @@ def plain(value: Any) -> Any:
     return value.value if type(value) is Tracked else value
 
 
-def all_plain(value: Any) -> Any:
-    """`plain` on everything in nested lists, tuples and dictionaries."""
-    if type(value) is Tracked:
-        return value.value
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """A function on everything in nested lists, tuples and dictionaries."""
     if isinstance(value, list | tuple):
-        return like(value, [all_plain(item) for item in value])
+        return like(value, [mapped(function, item) for item in value])
     if isinstance(value, dict):
-        return {key: all_plain(item) for key, item in value.items()}
-    return value
+        return {key: mapped(function, item) for key, item in value.items()}
+    return function(value)
+
+
+all_plain = partial(mapped, plain)
 
 
 def like(value: Any, items: list[Any]) -> Any:

@@ -503,6 +503,16 @@ class Coefficients:
 Rule = Callable[[SampleNorms, float], Coefficients]
 
 
+def _upper(norms: SampleNorms, max_norm: float) -> tuple[Tensor, Tensor]:
+    """Return upper bounds of what samples add, and which samples are finite [batch]."""
+    check.positive(max_norm=max_norm)
+    if max_norm < SMALLEST_MAX_NORM:
+        raise BadInput(f"max_norm must be at least {SMALLEST_MAX_NORM}, found {max_norm}")
+    # A maximum with NaN is NaN, and no NaN is below infinity: four launches, and not nine.
+    is_finite = norms.squared.abs().maximum(norms.upper.abs()) < math.inf
+    return norms.upper.sqrt() * _MARGIN, is_finite
+
+
 def flat(norms: SampleNorms, max_norm: float) -> Coefficients:
     """Return C / max(C, N), with N an upper bound of the computed contribution (Abadi et al. 2016).
 
@@ -521,9 +531,7 @@ def flat(norms: SampleNorms, max_norm: float) -> Coefficients:
     | N > C                             | C / N       |
     | NaN or infinity in any record     | 0, counted  |
     """
-    _check_max_norm(max_norm)
-    upper = norms.upper.sqrt() * _MARGIN  # [batch]
-    is_finite = _is_finite(norms)
+    upper, is_finite = _upper(norms, max_norm)
     return Coefficients((max_norm / upper.clamp(min=max_norm)).where(is_finite, 0.0), is_finite)
 
 
@@ -538,10 +546,8 @@ def automatic(norms: SampleNorms, max_norm: float, gamma: float = 0.01) -> Coeff
         max_norm: C, the bound.
         gamma: γ, which keeps small gradients apart from large ones.
     """
-    _check_max_norm(max_norm)
     check.positive(gamma=gamma)
-    upper = norms.upper.sqrt() * _MARGIN  # [batch]
-    is_finite = _is_finite(norms)
+    upper, is_finite = _upper(norms, max_norm)
     return Coefficients((max_norm / (upper + gamma)).where(is_finite, 0.0), is_finite)
 
 
@@ -567,11 +573,11 @@ def per_group(
             f"expected one bound per group, found groups {sorted(norms)} and bounds for "
             f"{sorted(max_norms)}"
         )
-    is_finite = torch.stack([_is_finite(norms[group]) for group in norms]).all(0)  # [batch]
-    found = {group: rule(norms[group], max_norms[group]).values for group in norms}
+    found = {group: rule(norms[group], max_norms[group]) for group in norms}
+    is_finite = torch.stack([each.is_finite for each in found.values()]).all(0)  # [batch]
     return {
-        group: Coefficients(values.where(is_finite, 0.0), is_finite)
-        for group, values in found.items()
+        group: Coefficients(each.values.where(is_finite, 0.0), is_finite)
+        for group, each in found.items()
     }
 
 
@@ -589,7 +595,7 @@ def per_layer(
         rule: How each is clipped.
         num_parameters: L, if there are others that the batch did not use.
     """
-    _check_max_norm(max_norm)
+    check.positive(max_norm=max_norm)
     count = len(norms) if num_parameters is None else num_parameters
     bound = max_norm / math.sqrt(max(1, count)) * (1 - 2.0**-48)  # rounded down
     return per_group(norms, dict.fromkeys(norms, bound), rule)
@@ -602,14 +608,3 @@ def total_sensitivity(max_norms: Mapping[str, float]) -> float:
     True
     """
     return math.sqrt(math.fsum(bound**2 for bound in max_norms.values())) * (1 + 2.0**-51)
-
-
-def _check_max_norm(max_norm: float) -> None:
-    check.positive(max_norm=max_norm)
-    if max_norm < SMALLEST_MAX_NORM:
-        raise BadInput(f"max_norm must be at least {SMALLEST_MAX_NORM}, found {max_norm}")
-
-
-def _is_finite(norms: SampleNorms) -> Tensor:  # [batch]
-    # A maximum with NaN is NaN, and no NaN is below infinity: four launches, and not nine.
-    return norms.squared.abs().maximum(norms.upper.abs()) < math.inf

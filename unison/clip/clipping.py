@@ -47,10 +47,6 @@ class Storage:
         if machine_of(tensor.device) == "cpu":
             self._free[name, tensor.numel(), tensor.dtype] = tensor
 
-    def clear(self) -> None:
-        """Give the memory up."""
-        self._free.clear()
-
 
 @dataclass(eq=False)
 class UsedParameter:
