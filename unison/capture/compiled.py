@@ -361,7 +361,7 @@ class _SlotSet:
         self._kept: dict[int, Tensor] = {}
         self._is_used = False
         for number, each in enumerate(tensors):
-            each.register_post_accumulate_grad_hook(partial(_on_gradient, ref(self), number))
+            each.register_post_accumulate_grad_hook(partial(_SlotSet.take, ref(self), number))
 
     def begin(self, capture: Capture, names: list[str], kept: dict[int, Tensor]) -> None:
         """Be the slots of a pass.
@@ -375,9 +375,15 @@ class _SlotSet:
         capture.used.update(names)
         capture.on_release.append(self._end)
 
-    def take(self, number: int, gradient: Tensor) -> None:
-        """Hand the gradient of a slot over."""
-        assert self._capture is not None
+    @staticmethod
+    def take(slots: "ref[_SlotSet]", number: int, tensor: Tensor) -> None:
+        """Hand the gradient of a slot over; a hook of the slot, which must not keep its set."""
+        gradient, tensor.grad = tensor.grad, None
+        self = slots()
+        if self is None or self._capture is None:
+            refuse_second()
+        if gradient is None:
+            return
         self._is_used = True
         make, kept = self._graph.slots[number].record, self._kept
         if make is None:
@@ -391,15 +397,6 @@ class _SlotSet:
         self._capture, self._names, self._kept = None, [], {}
         if self._is_used:
             self._graph.free.append(self)
-
-
-def _on_gradient(slots: "ref[_SlotSet]", number: int, tensor: Tensor) -> None:
-    gradient, tensor.grad = tensor.grad, None
-    own = slots()
-    if own is None or own._capture is None:
-        refuse_second()
-    if gradient is not None:
-        own.take(number, gradient)
 
 
 def _slots_of(noting: _Traced) -> tuple[list[GradientSlot], list[list[int]]]:
