@@ -7,7 +7,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -140,10 +140,7 @@ def _told_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     It lies between `Function` and its base in C++, so that it is found by a `MyFunction.apply` that
     was looked up long before, too.
     """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return super(_CustomFunction, cls).apply(*args, **kwargs)
-
+    run: Any = partial(super(_CustomFunction, cls).apply)
     if not cls.__module__.startswith("unison."):
         run.__name__ = cls.__name__
         for listener in reversed(_told_of_apply):
@@ -249,14 +246,13 @@ def pushed_lowest(mode: TorchFunctionMode) -> Iterator[None]:
 @contextmanager
 def taken_away(mode: TorchFunctionMode) -> Iterator[None]:
     """Have a mode nowhere on the stack for a block."""
-    if not any(each is mode for each in _get_current_function_mode_stack()):
-        yield
-        return
+    is_there = any(each is mode for each in _get_current_function_mode_stack())
     take_away(mode)
     try:
         yield
     finally:
-        push_lowest(mode)
+        if is_there:
+            push_lowest(mode)
 
 
 @contextmanager
@@ -294,17 +290,13 @@ def backend_of(options: Mapping[str, Any]) -> DynamoBackend:
     Args:
         options: Arguments of `torch.compile`.
     """
-    return backend_in(torch.compile(_nothing, **options))
+    return backend_in(torch.compile(lambda: None, **options))
 
 
 def backend_in(compiled: Callable[..., Any]) -> DynamoBackend:
     """The backend of a function that torch.compile made."""
     cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
     return torch._dynamo.eval_frame.innermost_backend(cells["callback"].cell_contents)
-
-
-def _nothing() -> None:
-    pass
 
 
 def pinned(backend: DynamoBackend) -> DynamoBackend:
@@ -334,32 +326,28 @@ def refuse_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
     Raises:
         UnsupportedOperation: Naming the part.
     """
-    for name, child in modules:
-        is_compiled = getattr(child, COMPILED_CALL) is not None
-        if is_compiled or hasattr(child.forward, ORIGINAL):
-            raise UnsupportedOperation(
-                f"module {name or type(child).__name__!r} is compiled, and what a compiled graph "
-                "does to parameters is not seen; use the model as it was before torch.compile: "
-                "make_private(compile=True) compiles private passes"
-            )
+    name = compiled_part(modules)
+    if name is not None:
+        raise UnsupportedOperation(
+            f"module {name!r} is compiled, and what a compiled graph does to parameters is not "
+            "seen; use the model as it was before torch.compile: make_private(compile=True) "
+            "compiles private passes"
+        )
 
 
-def is_compiled(attributes: Iterable[dict[str, Any]]) -> bool:
-    """Whether any of some modules is compiled.
+def compiled_part(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
+    """Return the name of the first module that was compiled, or that one was put into since.
 
     Args:
-        attributes: Each module's own.
+        modules: All parts of a module, by name, as of some time ago.
     """
-    return any(
-        COMPILED_CALL in own
-        or hasattr(own.get("forward"), ORIGINAL)
-        or any(  # one may have come since
-            type(each).__name__ == "OptimizedModule"
-            and hasattr(vars(each).get("forward"), ORIGINAL)
-            for each in own.get("_modules", {}).values()
-        )
-        for own in attributes
-    )
+    for name, module in modules:
+        children: Any = module._modules.values()
+        wrappers = [each for each in children if type(each).__name__ == "OptimizedModule"]
+        is_compiled = any(hasattr(each.forward, ORIGINAL) for each in (module, *wrappers))
+        if is_compiled or getattr(module, COMPILED_CALL) is not None:
+            return name or type(module).__name__
+    return None
 
 
 def backend_of_caller() -> DynamoBackend | None:

@@ -53,7 +53,7 @@ def draw_time(axes: Axes, machine: str) -> None:
     picks: list[str] = []
     for tokens in map(int, TOKENS):
         layer = linear("weight", tokens, ROWS, COLUMNS, batch=BATCH, itemsize=4)
-        unit = 2 * BATCH * tokens * ROWS * COLUMNS / MACHINES[machine].native_flops
+        unit = 2 * BATCH * tokens * ROWS * COLUMNS / MACHINES[machine]["native_flops"]
         (planned,) = plan_clipping([layer], machine=machine).layers
         seconds = {each.choice: each.seconds for each in planned.alternatives}
         for name, choice in PAIRS.items():

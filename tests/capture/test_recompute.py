@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.capture.common import BATCH, CASES, TOKENS, WIDTH, floats, make, squares
 from tests.harness import assert_same_bits
-from unison.capture import Capture, RngAutocastState, batch_size_of, learn_axes
+from unison.capture import Capture, batch_size_of, learn_axes, rng_autocast_state
 from unison.capture.probes import fingerprint
 from unison.errors import UnsupportedOperation
 from unison.ops import Product, Record
@@ -35,7 +35,7 @@ def met_twice(model: nn.Module, loss, batch) -> tuple[Records, Records, Records]
     axes = learn_axes(model, loss, batch)
     capture = Capture(model, size, axes=axes, on_record=on_record, on_product=on_product)
     with capture.installed():
-        surroundings = RngAutocastState.here(model, batch)
+        surroundings = rng_autocast_state(model, batch)
         loss(model, batch).sum().backward()
         is_again = True
         with capture.recompute(surroundings):
@@ -101,7 +101,7 @@ def test_autocast_is_as_it_was(is_enabled):
     )
     with capture.installed():
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_enabled):
-            surroundings = RngAutocastState.here(model, batch)
+            surroundings = rng_autocast_state(model, batch)
             loss = squares(model, batch).sum()
         loss.backward()
         found.clear()
@@ -186,7 +186,7 @@ def test_another_forward_pass_is_refused(way, message):
     )
     model.is_on, model.num_calls = True, 1 if way in ("order", "less", "more", "gradient") else 0
     with capture.installed():
-        surroundings = RngAutocastState.here(model, batch)
+        surroundings = rng_autocast_state(model, batch)
         squares(model, batch).sum().backward()
         with (
             pytest.raises(UnsupportedOperation, match=f"{message}.*flash_fuse_bk"),
@@ -233,7 +233,7 @@ def test_a_graph_of_the_second_pass_holds_nothing():
         model, BATCH, axes=axes, on_record=lambda *_: None, on_product=lambda *_: True
     )
     with capture.installed():
-        surroundings = RngAutocastState.here(model, batch)
+        surroundings = rng_autocast_state(model, batch)
         squares(model, batch).sum().backward()
         with capture.recompute(surroundings):
             losses = squares(model, batch)
@@ -256,7 +256,7 @@ def test_two_backward_passes_of_one_forward_pass_have_two_gradients_each():
         on_product=lambda name, record: not first.append((name, record)),
     )
     with capture.installed():
-        surroundings = RngAutocastState.here(model, batch)
+        surroundings = rng_autocast_state(model, batch)
         losses = squares(model, batch)
         losses.sum().backward(retain_graph=True)
         (2 * losses).sum().backward()
@@ -281,7 +281,7 @@ def test_a_capture_can_be_used_for_the_next_batch():
     )
     for _ in range(2):
         with capture.installed():
-            surroundings = RngAutocastState.here(model, batch)
+            surroundings = rng_autocast_state(model, batch)
             squares(model, batch).sum().backward()
             with capture.recompute(surroundings):
                 squares(model, batch)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from unison.capture import Capture, learn_axes
-from unison.capture.tracked import ParamRegistry, Tracked, places
+from unison.capture.tracked import ParamRegistry, Tracked
 from unison.errors import UnsupportedOperation
 
 
@@ -226,7 +226,7 @@ def test_a_tied_parameter_has_one_name_in_all_of_its_places():
     model = Model()
     found = [
         (each.name, each.attribute)
-        for each in places(model.named_modules())
+        for each in ParamRegistry(model).places
         if each.module is model.second
     ]
     assert found == [("first.weight", "weight"), ("second.bias", "bias")]

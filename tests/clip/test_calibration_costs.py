@@ -15,7 +15,6 @@ from unison.clip import calibration as calibrations
 from unison.clip.calibration import (
     FOLDER_VARIABLE,
     Calibration,
-    CostFile,
     cache_folder,
     calibration_of,
     kind_of,
@@ -247,21 +246,19 @@ def test_a_kind_is_all_that_times_depend_on():
 def test_what_is_in_the_cache_is_not_timed_again(tmp_path):
     first, second = FakeTimer(kept=0.25), FakeTimer(kept=7.0)
     for timer in (first, second):
-        timed = Calibration("GPU of the test", timer, CostFile(tmp_path, MADE_BY))
+        timed = Calibration("GPU of the test", timer, tmp_path, MADE_BY)
         assert timed.of(linear())["kept"] == 0.25  # type: ignore[index]
     assert (len(first.asked), len(second.asked)) == (1, 0)
-    other = Calibration("other", second, CostFile(tmp_path, MADE_BY | {"torch": "1.2.4"}))
+    other = Calibration("other", second, tmp_path, MADE_BY | {"torch": "1.2.4"})
     assert other.of(linear())["kept"] == 7.0  # type: ignore[index]
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_what_other_processes_have_found_stays_in_the_file(tmp_path):
-    one, other = (
-        Calibration("GPU of the test", FakeTimer(), CostFile(tmp_path, MADE_BY)) for _ in range(2)
-    )
+    one, other = (Calibration("GPU of the test", FakeTimer(), tmp_path, MADE_BY) for _ in range(2))
     one.of(linear())
     other.of(table())
-    known = CostFile(tmp_path, MADE_BY).read()
+    known = one.read()
     assert known.keys() == {kind_of(linear()), kind_of(table())}
     assert len(list(tmp_path.iterdir())) == 1  # nothing is left of writing
 
@@ -284,7 +281,8 @@ def test_what_other_processes_have_found_stays_in_the_file(tmp_path):
     ],
 )
 def test_a_broken_or_foreign_file_is_not_used_and_replaced(tmp_path, content):
-    file = CostFile(tmp_path, MADE_BY)
+    file = Calibration("GPU of the test", FakeTimer(), tmp_path, MADE_BY)
+    assert file.path is not None
     file.path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.warns(RuntimeWarning, match="is not used"):
         assert file.read() == {}
@@ -296,8 +294,8 @@ def test_a_broken_or_foreign_file_is_not_used_and_replaced(tmp_path, content):
 def test_a_folder_that_cannot_be_written_is_said_once_and_does_no_harm(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    timed = Calibration("GPU of the test", FakeTimer(), None)
-    timed._file = CostFile(blocked, MADE_BY)
+    with pytest.warns(RuntimeWarning, match="cannot be"):
+        timed = Calibration("GPU of the test", FakeTimer(), blocked, MADE_BY)
     with pytest.warns(RuntimeWarning, match="cannot be"):
         assert timed.of(linear()) is not None
     assert blocked.read_text() == "not a folder"

@@ -12,7 +12,7 @@ from tests.clip.hard import HARD
 from tests.clip.models import Deep, ids, losses
 from tests.harness import assert_same_bits
 from tests.harness.oracle import clipped_sum, per_sample_norms
-from unison.capture import RngAutocastState
+from unison.capture import rng_autocast_state
 from unison.capture.probes import fingerprint
 from unison.clip import MODES, clipped_gradients, learn
 from unison.clip.functional import ClippedGradients
@@ -193,7 +193,7 @@ def test_fingerprints_tell_bits_apart(dtype, gen):
 
 def test_surroundings_hold_the_generator_of_the_gpu():
     model = nn.Linear(2, 2).to(DEVICE)
-    surroundings = RngAutocastState.here(model)
+    surroundings = rng_autocast_state(model)
     first = torch.rand(5, device=DEVICE)
     after = torch.cuda.get_rng_state()
     with surroundings.restored():

@@ -21,7 +21,7 @@ from tests.clip.common import (
 from tests.harness import assert_close, assert_same_bits
 from unison.clip import NORM_METHODS, mass, measure, per_sample_gradients
 from unison.clip.bounds import tensors_of
-from unison.clip.norms import materialize
+from unison.clip.norms import materialize, refusal
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Dense, Lookup, Product
 
@@ -35,7 +35,7 @@ def squared_norms(records, method):
 @pytest.mark.parametrize("method", NORM_METHODS)
 def test_norms_are_those_of_explicit_gradients(method, case, dtype, gen):
     records = cast(RECORDS[case](gen), dtype)
-    if NORM_METHODS[method].refusal(records):
+    if refusal(method, records):
         with pytest.raises(UnsupportedOperation, match=method):
             squared_norms(records, method)
         return
@@ -50,7 +50,7 @@ def test_norms_are_those_of_explicit_gradients(method, case, dtype, gen):
 @pytest.mark.parametrize("case", RECORDS)
 def test_every_case_has_a_method_and_most_have_more(case, gen):
     records = RECORDS[case](gen)
-    able = [name for name, method in NORM_METHODS.items() if not method.refusal(records)]
+    able = [name for name in NORM_METHODS if not refusal(name, records)]
     assert "materialize" in able
     assert len(able) >= (1 if case == "two matrices" else 3)
 
@@ -60,7 +60,7 @@ def test_every_case_has_a_method_and_most_have_more(case, gen):
 @pytest.mark.parametrize("method", NORM_METHODS)
 def test_cancelling_tokens_err_by_a_millionth_of_their_mass(method, kind, dtype, gen):
     records = cast(cancelling(gen, kind=kind), dtype)
-    if NORM_METHODS[method].refusal(records):
+    if refusal(method, records):
         return
     norms, expected = squared_norms(records, method).clamp(min=0).sqrt(), explicit_norms(records)
     assert (expected < 0.05 * explicit_mass(records)).all()
@@ -188,7 +188,7 @@ def peak_bytes(method: str, records) -> int:
     inputs |= {r.ids.untyped_storage()._cdata for r in records if isinstance(r, Lookup)}
     with LiveBytes() as tracker:
         tracker.seen |= inputs
-        alone = NORM_METHODS[method].squared_norms or materialize  # without bounds of its error
+        alone = NORM_METHODS[method] or materialize  # without bounds of its error
         alone(records)
     return tracker.peak
 

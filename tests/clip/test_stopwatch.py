@@ -17,12 +17,11 @@ from tests.clip.test_calibration_costs import (
     table,
 )
 from tests.kernels.interpreted import as_on_cuda, interpreted
-from unison.clip import MACHINES, LayerShape, UseShape, calibration, costs, plan_clipping
+from unison.clip import LayerShape, UseShape, calibration, costs, plan_clipping
 from unison.clip.bounds import tensors_of
 from unison.clip.calibration import (
     MOST_BYTES,
     Calibration,
-    CostFile,
     Stopwatch,
     num_bytes,
     wanted_parts,
@@ -146,7 +145,7 @@ def test_the_memory_of_timing_is_bounded():
 
 def test_what_is_hopeless_is_not_timed():
     long = linear(batch=1, tokens=131_072, rows=4096)
-    assert costs.method_costs(long, "cuda")["gram"].seconds(MACHINES["cuda"]) > 0.1
+    assert costs.method_costs(long, "cuda")["gram"].seconds("cuda") > 0.1
     parts = wanted_parts(long)
     assert {"gram", *TOGETHER}.isdisjoint(parts)
     assert {"tile", "materialize", "kept", "records", "forward"} <= set(parts)
@@ -173,14 +172,14 @@ def test_on_the_gpu(itemsize, tmp_path):
     ]
     stopwatch = Stopwatch(torch.device("cuda"))
     before = torch.cuda.get_rng_state()
-    timed = Calibration("GPU", stopwatch.time_layer, CostFile(tmp_path, MADE_BY))
+    timed = Calibration("GPU", stopwatch.time_layer, tmp_path, MADE_BY)
     found = plan_clipping(layers, machine="cuda", timed=timed)
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert "3 of 3 layers timed on GPU" in str(found)
     for layer in found.layers:
         assert 1e-6 < layer.chosen.time < 1e-1
     timer = FakeTimer()
-    again = Calibration("GPU", timer, CostFile(tmp_path, MADE_BY))
+    again = Calibration("GPU", timer, tmp_path, MADE_BY)
     assert plan_clipping(layers, machine="cuda", timed=again) == found
     assert timer.asked == []
 

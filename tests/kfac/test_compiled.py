@@ -210,11 +210,11 @@ def test_batches_of_many_shapes(monkeypatch):
 def test_records_that_are_wrong_are_not_used(monkeypatch):
     expected, _ = factors_after(make_transformer())
 
-    def doubled(record: Any) -> Callable[[Tensor, Tensor], Any]:
-        return lambda a, g: maker(record)(a, 2 * g)
+    def doubled(name: str, shape: tuple[int, ...], dtype: torch.dtype, make: Any) -> Any:
+        return slot(name, shape, dtype, make and (lambda a, g: make(a, 2 * g)))
 
-    maker = capture._maker
-    monkeypatch.setattr(capture, "_maker", doubled)
+    slot = capture.GradientSlot
+    monkeypatch.setattr(capture, "GradientSlot", doubled)
     with pytest.warns(UserWarning, match=r"uncompiled: 'g' of .* differs by 300.0% from that of"):
         found, _ = factors_after(make_transformer(), counting)
     check_same(found, expected)

@@ -32,7 +32,7 @@ _OPS = [
 _CAPTURE = [
     ("_Tap.forward", "output.clone()", "output"),
     ("refuse_gradient", "gradient is not None", "False"),
-    ("OperationUse.records", "layout.check_nobodys(g)", "pass"),
+    ("records_of", "layout.check_nobodys(g)", "pass"),
     ("RowResults.differs", "bool(differ[kept].any())", "False"),
     ("RowResults.differs", "differ[:, kept]", "differ[:, ~kept]"),
     ("_differ", "<= tolerance", "<= tolerance + 1.0"),
@@ -51,13 +51,13 @@ _CAPTURE = [
 ]
 _CLIP = [
     ("flat", "upper.clamp(min=max_norm)", "upper"),
-    ("flat", "norms.upper.sqrt()", "norms.upper"),
-    ("flat", "* _MARGIN", "* 0.999"),
+    ("_upper", "norms.upper.sqrt()", "norms.upper"),
+    ("_upper", "* _MARGIN", "* 0.999"),
     ("automatic", "(upper + gamma)", "upper"),
     ("per_layer", "math.sqrt(max(1, count))", "1.0"),
     ("per_group", ".where(is_finite, 0.0)", ""),
     ("total_sensitivity", "bound**2", "bound"),
-    ("_is_finite", "< math.inf", "<= math.inf"),
+    ("_upper", "< math.inf", "<= math.inf"),
     ("NormTable.scaled", "self.upper * factor**2", "self.upper * factor"),
     ("NormTable.total", "self.upper.sum(0)", "self.upper.amax(0)"),
     ("bounded", "norm + rho * total_mass", "norm"),

@@ -4,7 +4,7 @@ from unison.capture.axes import AxisTable, batch_size_of
 from unison.capture.capture import Capture
 from unison.capture.learn import generators_kept, learn_axes, learn_rows, resized
 from unison.capture.probes import ProbeState, probe_rows, state_kept
-from unison.capture.recompute import RngAutocastState
+from unison.capture.recompute import RngAutocastState, rng_autocast_state
 from unison.capture.separation import MixingReport, check_samples_apart, examine
 from unison.capture.tracked import Tracked
 
@@ -23,5 +23,6 @@ __all__ = [
     "learn_rows",
     "probe_rows",
     "resized",
+    "rng_autocast_state",
     "state_kept",
 ]

@@ -30,26 +30,28 @@ Axes = tuple[Axis, tuple[Axis, ...]]  # of the output, of each tensor argument
 class Call(NamedTuple):
     """An operation that touches parameters: function, names and shapes.
 
+    The first three are its *kind*: the call without sizes.
+
     Attributes:
         func: The torch function.
         names: The parameters it touches.
-        shapes: Shapes of its tensor arguments, parameters among them.
+        ndims: Of its tensor arguments, parameters among them.
+        shapes: Likewise.
         batch: The number of samples.
     """
 
     func: Callable[..., Any]
     names: tuple[str, ...]
+    ndims: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     batch: int
-
-    @property
-    def kind(self) -> tuple:
-        """The call without sizes."""
-        return self.func, self.names, tuple(len(shape) for shape in self.shapes)
 
     def __str__(self) -> str:
         name = getattr(self.func, "__name__", str(self.func))
         return f"{name}({', '.join(self.names)})"
+
+
+_KIND = slice(3)  # of a call
 
 
 class Seen(NamedTuple):
@@ -91,23 +93,35 @@ class AxisTable:
             made without the batch, such as one class token for every sample.
         rows_per_sample: By kind of call, where every batch must have as many rows per sample as the
             one that was learned from; None where it need not.
+        is_of_graph: Whether it is asked for calls of a graph. Dynamo looks into functions that are
+            written in Python, and calls what they call: `nn.RMSNorm` is `F.rms_norm` to one and
+            `torch.rms_norm` to the other. So a function that was not seen is looked up by
+            parameters and shapes.
     """
 
     by_kind: dict[tuple, dict[Call, Axes]] = field(default_factory=dict)
     is_traced: bool = False
     rows_per_sample: dict[tuple, set[Fraction]] | None = None
+    is_of_graph: bool = False
 
     def find(self, call: Call) -> Axes | None:
         """The dimensions that hold the samples in the output and in each tensor argument.
 
         None if the call was not seen when the axes were learned.
         """
-        seen = self.by_kind.get(call.kind, {})
+        seen = self.by_kind.get(call[_KIND], {})
         if call in seen:
             return seen[call]
         ways = set(seen.values())
         if len(ways) > 1:
             ways = {axes for each, axes in seen.items() if resembles(call, each, axes)}
+        if not ways and self.is_of_graph:
+            ways = {
+                axes
+                for kind, calls in self.by_kind.items()
+                for each, axes in calls.items()
+                if kind[1:] == call[_KIND][1:] and resembles(call, each, axes)
+            }
         return ways.pop() if len(ways) == 1 else None
 
     def layout_of(self, call: Call, axes: Axes | None, output: Tensor) -> Layout:
@@ -126,7 +140,7 @@ class AxisTable:
             refuse_unseen(call)
         axis = axes[0]
         assert axis is not None
-        expected = (self.rows_per_sample or {}).get(call.kind)
+        expected = (self.rows_per_sample or {}).get(call[_KIND])
         num_rows = output.shape[axis]
         if expected is not None and Fraction(num_rows, max(call.batch, 1)) not in expected:
             raise UnsupportedOperation(
@@ -141,18 +155,18 @@ class AxisTable:
         """As `learn`, of the calls that two passes have both made, as far as they tell anything."""
         by_kind: dict[tuple, list[Seen]] = {}
         for seen in fewer:
-            by_kind.setdefault(seen.call.kind, []).append(seen)
-        kinds = [seen.call.kind for seen in many]
+            by_kind.setdefault(seen.call[_KIND], []).append(seen)
+        kinds = [seen.call[_KIND] for seen in many]
         for first in many:
-            second = by_kind.get(first.call.kind, [])
-            if len(second) != kinds.count(first.call.kind):
+            second = by_kind.get(first.call[_KIND], [])
+            if len(second) != kinds.count(first.call[_KIND]):
                 continue  # another path
             try:
                 self.learn([first], [second[0]], sizes)
             except UnsupportedOperation:
-                by_kind[first.call.kind] = []  # what is not known is asked the trace
+                by_kind[first.call[_KIND]] = []  # what is not known is asked the trace
             else:
-                kinds.remove(first.call.kind)
+                kinds.remove(first.call[_KIND])
                 del second[0]
 
     def learn(self, many: list[Seen], fewer: list[Seen], sizes: tuple[int, int]) -> int:
@@ -165,7 +179,7 @@ class AxisTable:
             UnsupportedOperation: If the passes did not make the same calls, or samples have no
                 place of their own.
         """
-        if [seen.call.kind for seen in many] != [seen.call.kind for seen in fewer]:
+        if [seen.call[_KIND] for seen in many] != [seen.call[_KIND] for seen in fewer]:
             raise UnsupportedOperation(
                 "the model does other operations for another number of samples; write its forward "
                 "so that it does not depend on the size of the batch"
@@ -179,9 +193,9 @@ class AxisTable:
             found = _samples(first, second, sizes), arguments
             if self.rows_per_sample is not None and found[0] is not None:
                 ratio = Fraction(first.output[found[0]], sizes[0])
-                self.rows_per_sample.setdefault(call.kind, set()).add(ratio)
+                self.rows_per_sample.setdefault(call[_KIND], set()).add(ratio)
             num_new += self.find(call) is None
-            if self.by_kind.setdefault(call.kind, {}).setdefault(call, found) != found:
+            if self.by_kind.setdefault(call[_KIND], {}).setdefault(call, found) != found:
                 raise UnsupportedOperation(
                     f"{call} is called twice with the same shapes {call.shapes}, but with samples "
                     "in different dimensions; learn from a batch with another number of samples"
@@ -198,7 +212,7 @@ class AxisTable:
         for call in calls:
             found = other.find(call)
             if found is not None and found[0] is NO_AXIS and self.find(call) is None:
-                self.by_kind.setdefault(call.kind, {})[call] = found
+                self.by_kind.setdefault(call[_KIND], {})[call] = found
                 num_new += 1
         return num_new
 
@@ -223,7 +237,13 @@ def resembles(call: Call, seen: Call, axes: Axes) -> bool:
 def _samples(first: Seen, second: Seen, sizes: tuple[int, int]) -> Axis:
     """The dimension of the samples, as many rows for each."""
     axis = _changed(first.output, second.output, first.call)
-    if axis is NO_AXIS and not _is_same(first.digest, second.digest):
+    one, other = first.digest, second.digest
+    if (
+        axis is NO_AXIS
+        and one is not None
+        and other is not None
+        and not torch.allclose(one, other, rtol=1e-6, atol=0.0, equal_nan=True)
+    ):
         raise UnsupportedOperation(
             f"{first.call} has no place for samples, and yet changes with them: a sum or a mean "
             "over the batch went in, so that one sample's gradient depends on the others"
@@ -235,12 +255,6 @@ def _samples(first: Seen, second: Seen, sizes: tuple[int, int]) -> Axis:
             "write the operation so that all samples have the same number of rows"
         )
     return axis
-
-
-def _is_same(first: Tensor | None, second: Tensor | None) -> bool:
-    if first is None or second is None:
-        return True
-    return bool(torch.allclose(first, second, rtol=1e-6, atol=0.0, equal_nan=True))
 
 
 def _changed(first: tuple[int, ...], second: tuple[int, ...], call: Call) -> Axis:

@@ -6,12 +6,12 @@ A tap on the output of each operation that uses parameters makes records of its 
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen, refuse_unseen, see
@@ -24,7 +24,6 @@ from unison.capture.recompute import (
     RngAutocastState,
     buffers_unchanged,
     checkpointing_quiet,
-    nothing_saved,
     refuse_gradients,
 )
 from unison.capture.row_rules import RowSamples, is_mixed
@@ -35,7 +34,7 @@ from unison.capture.tracked import (
     ParamRegistry,
     Tracked,
     all_plain,
-    like,
+    mapped,
     marked,
     plain,
 )
@@ -58,28 +57,20 @@ ANCHOR = "_unison_anchor"
 
 
 OnRecord = Callable[[str, Record], None]
+Uses = list[tuple[Tracked, Builder]]  # of parameters by one operation
 OnProduct = Callable[[str, Product], bool]
 
 _NO_MODULE = nn.Module()
-_NO_PARAMS = ParamRegistry(_NO_MODULE)
 
 
 class _Expression(Exception):
     """An output does not depend on the batch."""
 
 
-class Met(NamedTuple):
-    """An operation with parameters in a pass in which samples are followed.
-
-    Attributes:
-        call: The call.
-        rows: Whose the rows of what came out are; None if it was made without the batch.
-        layout: Where samples lie in it; None if that is not known.
-    """
-
-    call: Call
-    rows: RowSamples | None
-    layout: Layout | None
+Met = tuple[Call, RowSamples | None, Layout | None]
+"""An operation with parameters in a pass in which samples are followed: the call, whose the rows of
+what came out are (None if it was made without the batch), and where samples lie in it (None if that
+is not known)."""
 
 
 class Capture:
@@ -125,8 +116,7 @@ class Capture:
         has_one_backward: bool = False,
     ) -> None:
         self.module, self.batch, self.axes = module, batch, axes
-        self._params = ParamRegistry(module) if known is None else known
-        self._is_current = known is not None
+        self._known = known
         self.streams, self.has_one_backward = streams, has_one_backward
         self.on_record, self.on_product = on_record, on_product
         self.seen: list[Seen] | None = None  # while learning
@@ -146,7 +136,7 @@ class Capture:
         self._met: list[Met] | None = None  # while it is looked at where samples go
         self._resolved: dict[Call, bool] = {}  # whether a call has made an expression
         # Uses that wait in the graph: only for who will `release` them, or all would be a cycle.
-        self._uses: list[OperationUse] | None = None if known is None else []
+        self._uses: list[Uses] | None = None if known is None else []
         self.on_release: list[Callable[[], None]] = []
 
     @contextmanager
@@ -163,9 +153,8 @@ class Capture:
         Raises:
             UnsupportedOperation: If the module is compiled, or a gradient went past the capture.
         """
-        if not self._is_current:
-            self._params.refresh()
-        refuse_compiled(self._params.modules)
+        params = ParamRegistry(self.module) if self._known is None else self._known
+        refuse_compiled(params.modules)
         if self.repeats is not None and not self._is_again:  # else it is what waits
             self.repeats.clear()
         self._outer = torch._C._current_graph_task_id()
@@ -174,11 +163,11 @@ class Capture:
             with placing(self):
                 yield self
             return
-        recurrent = [each for each in self._params.modules if isinstance(each[1], nn.RNNBase)]
+        recurrent = [each for each in params.modules if isinstance(each[1], nn.RNNBase)]
         tell_of_apply(_followed_apply)
         try:
             with (
-                marked(self._params.places, self, is_guarded=is_guarded),
+                marked(params.places, self, is_guarded=is_guarded),
                 flat_weights_renewed(recurrent) if recurrent else nullcontext(),
             ):
                 yield self
@@ -189,11 +178,8 @@ class Capture:
     def learning(self) -> Iterator[list[Seen]]:
         """Only write down what is called and what comes out."""
         self.seen = []
-        try:
-            with self.installed(), torch.no_grad():
-                yield self.seen
-        finally:
-            self.seen = None
+        with self.installed(), torch.no_grad():
+            yield self.seen
 
     @contextmanager
     def following(self, batch: Any, dim: int = 0, per_sample: int = 1) -> Iterator[None]:
@@ -241,11 +227,8 @@ class Capture:
             batch: Tensors with samples along dimension 0.
         """
         self._met = []
-        try:
-            with self.installed(), torch.no_grad(), self._traced(batch, 0):
-                yield self._met
-        finally:
-            self._met = None
+        with self.installed(), torch.no_grad(), self._traced(batch, 0):
+            yield self._met
 
     @contextmanager
     def recompute(self, surroundings: RngAutocastState) -> Iterator[None]:
@@ -268,9 +251,9 @@ class Capture:
         try:
             with (
                 buffers_unchanged(self.module),
-                surroundings.restored(),
+                surroundings(),
                 torch.enable_grad(),
-                nothing_saved(),
+                saved_tensors_hooks(lambda _: None, refuse_gradients),  # graphs hold nothing
                 checkpointing_quiet(),
             ):
                 yield
@@ -285,7 +268,7 @@ class Capture:
         The graph of a loss that somebody still holds leads to this object.
         """
         for use in self._uses or ():
-            use.uses = ()
+            use.clear()
         self._uses = None
         for call in self.on_release:
             call()
@@ -294,14 +277,14 @@ class Capture:
         self.anchors.clear()
         self.on_product = None
         self.on_record = refuse_second
-        self.module, self._params = _NO_MODULE, _NO_PARAMS
+        self.module, self._known = _NO_MODULE, None
 
     # --- what tracked tensors call ---------------------------------------------------------------
 
     def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a torch function that has a tracked tensor among its arguments."""
         if self.is_outside:
-            return func(*self._unmarked(args), **self._unmarked(kwargs))
+            return func(*mapped(self._unmarked, args), **mapped(self._unmarked, kwargs))
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -311,7 +294,7 @@ class Capture:
         if func in UNFOLLOWED or is_unseen or not (is_learning or torch.is_grad_enabled()):
             return func(*all_plain(args), **all_plain(kwargs))
         if func in ALWAYS and type(args[0]) is Tracked:
-            return derive(self, func, args, kwargs)
+            return derive(func, args, kwargs)
         rule = RULES.get(func) or rule_of(func)
         call, is_complex = self._call_of(func, args, kwargs)
         if is_complex:
@@ -323,18 +306,15 @@ class Capture:
             )
         is_traced = self.axes.is_traced or self._met is not None
         axes = None if is_traced else self.axes.find(call)
-        without_rule = self._without_rule_traced if is_traced else self._without_rule
         if rule is None:
-            return without_rule(call, axes, args, kwargs)
+            return self._without_rule(call, axes, args, kwargs)
         if axes is not None and axes[0] is NO_AXIS and not is_learning:
-            return derive(self, func, args, kwargs)
+            return derive(func, args, kwargs)
         before, self._current = self._current, (call, axes)
         try:
             output = rule(self, *args, **kwargs)
         except _Expression:
-            return (
-                self._derived(call, args, kwargs) if is_traced else derive(self, func, args, kwargs)
-            )
+            return self._derived(call, args, kwargs)
         except UnsupportedOperation as error:
             names, message = ", ".join(call.names), str(error)
             if not message.startswith(names):
@@ -343,7 +323,7 @@ class Capture:
         finally:
             self._current = before
         if output is NotImplemented:
-            return without_rule(call, axes, args, kwargs)
+            return self._without_rule(call, axes, args, kwargs)
         return output
 
     def call_alone(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -351,27 +331,22 @@ class Capture:
         is_learning = self.seen is not None or self._met is not None
         if self.is_outside or not (is_learning or torch.is_grad_enabled()):
             return func(*args, **kwargs)
-        if self.axes.is_traced or self._met is not None:
-            call, _ = self._call_of(func, args, kwargs)
-            return self._derived(call, args, kwargs)
-        return derive(self, func, args, kwargs)
+        call, _ = self._call_of(func, args, kwargs)
+        return self._derived(call, args, kwargs)
 
     def _unmarked(self, value: Any) -> Any:
-        """Arguments with parameters themselves in the place of their marks."""
-        if type(value) is Tracked:
-            name = value.of_parameters[0]
-            if not value.is_parameter:
-                raise UnsupportedOperation(
-                    f"something that was made of {name!r} inside of the module is used outside of "
-                    "it, where its gradient would be neither clipped nor noised. Compute it inside "
-                    "of the module's forward, or detach it"
-                )
-            return next(each.parameter for each in self._params.places if each.name == name)
-        if isinstance(value, list | tuple):
-            return like(value, [self._unmarked(each) for each in value])
-        if isinstance(value, dict):
-            return {key: self._unmarked(each) for key, each in value.items()}
-        return value
+        """A parameter itself in the place of its mark; anything else as it is."""
+        if type(value) is not Tracked:
+            return value
+        name = value.of_parameters[0]
+        if not value.is_parameter:
+            raise UnsupportedOperation(
+                f"something that was made of {name!r} inside of the module is used outside of it, "
+                "where its gradient would be neither clipped nor noised. Compute it inside of the "
+                "module's forward, or detach it"
+            )
+        assert self._known is not None  # by who sees the module return
+        return next(each.parameter for each in self._known.places if each.name == name)
 
     def _call_of(
         self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
@@ -397,41 +372,50 @@ class Capture:
                         )
                     is_complex |= item.is_complex()
                     shapes.append(item.shape)
-        return Call(func, names, tuple(shapes), self.batch), is_complex
+        ndims = tuple(map(len, shapes))
+        return Call(func, names, ndims, tuple(shapes), self.batch), is_complex
 
     def _without_rule(
         self, call: Call, axes: Axes | None, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        func = call.func
-        if self.seen is None and axes is not None:
+        is_traced = self.axes.is_traced or self._met is not None
+        if not is_traced and self.seen is None and axes is not None:
             if axes[0] is NO_AXIS:
-                return derive(self, func, args, kwargs)
+                return self._derived(call, args, kwargs)
             if any(is_dtensor(plain(each)) for each in (*args, *kwargs.values())):
                 refuse_use(call.names, f"there is no rule for {call}")
-            before, self._current = self._current, (call, axes)
-            try:
-                return per_sample_fallback(self, call, axes, args, kwargs)
-            finally:
-                self._current = before
-        if is_in_place(func) or kwargs.get("out") is not None:
+            return self._sample_by_sample(call, axes, args, kwargs)
+        if is_in_place(call.func) or kwargs.get("out") is not None:
             raise UnsupportedOperation(
                 f"{call} writes in place and has no rule; write it as an operation with a result"
             )
-        output = func(*all_plain(args), **all_plain(kwargs))
+        if is_traced and self.trace is None and call in self._resolved:
+            assert self._resolved[call], f"{call} has no rule, and was recorded"
+            return self._derived(call, args, kwargs)
+        output = call.func(*all_plain(args), **all_plain(kwargs))
         if not _has_float_tensor(output):
             return output  # a size, a device, a mask: nothing to record
+        if is_traced:
+            return self._followed(call, output, args, kwargs)
         if self.seen is None:
             refuse_unseen(call)
         self.seen.append(see(call, output, (*args, *kwargs.values())))
         if axes is not None and axes[0] is NO_AXIS:
-            return derive(self, func, args, kwargs)
+            return self._derived(call, args, kwargs)
         return output
 
-    # --- where samples are followed --------------------------------------------------------------
+    def _sample_by_sample(
+        self, call: Call, axes: Axes, args: tuple, kwargs: dict[str, Any]
+    ) -> Tensor:
+        before, self._current = self._current, (call, axes)
+        try:
+            return per_sample_fallback(self, call, axes, args, kwargs)
+        finally:
+            self._current = before
 
     def _derived(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Follow what is made of parameters alone, by numbers of rows that are nobody's."""
-        output = derive(self, call.func, args, kwargs)
+        """Follow what is made of parameters alone, whose rows are nobody's."""
+        output = derive(call.func, args, kwargs)
         self._resolved[call] = True
         if self.trace is not None:
             for item in output if isinstance(output, list | tuple) else (output,):
@@ -439,28 +423,13 @@ class Capture:
                     self.trace.forget(item.value)
         return output
 
-    def _without_rule_traced(
-        self, call: Call, axes: Axes | None, args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        func, trace = call.func, self.trace
-        plain_args, plain_kwargs = all_plain(args), all_plain(kwargs)
-        if is_in_place(func) or kwargs.get("out") is not None:
-            raise UnsupportedOperation(
-                f"{call} writes in place and has no rule; write it as an operation with a result"
-            )
+    # --- where samples are followed --------------------------------------------------------------
+
+    def _followed(self, call: Call, output: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Record a call without a rule, by the samples of what came out."""
+        trace = self.trace
         if trace is None:
-            is_expression = self._resolved.get(call)
-            if is_expression is None:
-                output = func(*plain_args, **plain_kwargs)
-                if not _has_float_tensor(output):
-                    return output
-                self._refuse_late(call)
-            if is_expression:
-                return derive(self, func, args, kwargs)
-            raise AssertionError(f"{call} has no rule, and was recorded")
-        output = func(*plain_args, **plain_kwargs)
-        if not _has_float_tensor(output):
-            return output  # a size, a device, a mask: nothing to record
+            self._refuse_late(call)
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         rows = [trace.find(each) if type(each) is not Tracked else None for each in given]
         is_chosen_for_all = not any(
@@ -471,33 +440,20 @@ class Capture:
         layout = None if is_chosen_for_all else self._layout_for(call, first)
         if self._met is not None:
             met = trace.find(first)
-            self._met.append(Met(call, met, layout))
+            self._met.append((call, met, layout))
             # Rows that were lost on the way are samples' all the same.
             is_expression = layout is None and (met is None or not is_mixed(met))
             return self._derived(call, args, kwargs) if is_expression else output
         if layout is None:
             return self._derived(call, args, kwargs)
-        dims = [self._dim_for(call, each) for each in given]
-        if layout.index is not None:
+        inputs = [None if type(each) is Tracked else trace.layout_of(each) for each in given]
+        if any(each is not None and each.index is not None for each in (layout, *inputs)):
             raise UnsupportedOperation(
-                f"{call} has no rule, and its rows lie where values have put them; write it with "
-                "operations that have one, such as F.linear"
+                f"{call} has no rule, and rows of what goes in or comes out lie where values have "
+                "put them; write it with operations that have one, such as F.linear"
             )
-        before, self._current = self._current, (call, None)
-        try:
-            return per_sample_fallback(self, call, (layout.axis, tuple(dims)), args, kwargs)
-        finally:
-            self._current = before
-
-    def _dim_for(self, call: Call, value: Tensor) -> int | None:
-        """The dimension of the samples in an argument of a call without a rule."""
-        assert self.trace is not None
-        layout = None if type(value) is Tracked else self.trace.layout_of(value)
-        if layout is not None and layout.index is not None:
-            raise UnsupportedOperation(
-                f"{call} has no rule, and rows of what goes in lie where values have put them"
-            )
-        return None if layout is None else layout.axis
+        dims = tuple(None if each is None else each.axis for each in inputs)
+        return self._sample_by_sample(call, (layout.axis, dims), args, kwargs)
 
     def _layout_for(self, call: Call, output: Tensor) -> Layout | None:
         """Where samples lie in what came out of a call; None if parameters are all of it."""
@@ -538,7 +494,7 @@ class Capture:
         if layout is not None and rows is None:
             check_constant(call, saved, layout.axis, output)
         if self._met is not None:
-            self._met.append(Met(call, rows, layout))
+            self._met.append((call, rows, layout))
         if layout is None and (rows is None or self._met is None or not is_mixed(rows)):
             raise _Expression
         self._resolved[call] = False
@@ -556,15 +512,18 @@ class Capture:
     plain = staticmethod(plain)
 
     def tracks(self, value: Any) -> bool:
-        """Whether a value's uses are recorded."""
+        """Whether a value is a parameter whose uses are recorded."""
         return type(value) is Tracked
 
     def align(self, value: Tensor, like: Tensor) -> Tensor:
-        """Let rows made without the batch be those of a tensor that they will meet."""
+        """Let rows made without the batch be the samples' of a tensor that they will meet.
+
+        As those of a recurrent network's first state, which are zeros.
+        """
         return value if self.trace is None else self.trace.aligned(value, like)
 
     def expand(self, value: Tracked, shape: Sequence[int], like: Tensor) -> Any:
-        """Expand a parameter to meet a tensor, whose samples its rows are."""
+        """`value.expand(shape)` of a parameter, to meet a tensor whose samples its rows are."""
         if self.trace is None:
             return value.expand(shape)
         made = value.value.expand(shape)
@@ -586,7 +545,15 @@ class Capture:
         uses: Sequence[tuple[Any, Builder]],
         is_fresh: bool = True,
     ) -> Tensor:
-        """Record the uses of parameters that made `output`, when its gradient comes."""
+        """Record the uses of parameters that made `output`, when its gradient comes.
+
+        Args:
+            output: What the operation returned.
+            saved: What the builders need of its inputs.
+            uses: The parameters, each with the builder of its record.
+            is_fresh: Whether the output is the operation's alone: it shares no memory with an
+                input, and its backward does not read it.
+        """
         assert self._current is not None
         call, axes = self._current
         if self.seen is not None:
@@ -613,7 +580,7 @@ class Capture:
             names = self.ignored
             tracked = [use for use in tracked if any(n not in names for n in use[0].of_parameters)]
         if self._is_again:
-            self._record_again(call, OperationUse(self, layout, tracked), saved)
+            self._record_again(call, layout, tracked, saved)
             # In the same place in memory, with no graph behind it. It requires a gradient as it did
             # the first time: kernels are chosen by that.
             use, output, saved = None, output.detach(), ()
@@ -622,20 +589,22 @@ class Capture:
             if is_late:
                 self.used_late.update(name for value, _ in tracked for name in value.of_parameters)
             number = None if self.repeats is None or is_late else self.repeats.number(call)
-            use = OperationUse(self, layout, tracked, number, is_late)
+            use = self, layout, tracked, number, is_late
             if self._uses is not None:
-                self._uses.append(use)
+                self._uses.append(tracked)
         # A linear map makes a view, where it reshapes what it made: nobody else sees the original.
         if is_fresh and output._base is not None:
             output = _as_no_view(output, output.shape)
         return _Tap.apply(use, is_fresh, output, anchor, *saved)  # type: ignore[return-value]
 
-    def _record_again(self, call: Call, use: "OperationUse", saved: Sequence[Tensor]) -> None:
+    def _record_again(
+        self, call: Call, layout: Layout | None, uses: Uses, saved: Sequence[Tensor]
+    ) -> None:
         """Make the records that wait for a use that is met again; see `recompute`."""
         inputs = tuple(each.detach() for each in saved)
         assert self.repeats is not None
         for g, places, _ in self.repeats.meet(call, tuple(map(local, inputs))):
-            for _, name, record in use.records(g, inputs, places):
+            for _, name, record in records_of(layout, uses, g, inputs, places):
                 self.on_record(name, plain_record(record))
 
 
@@ -648,74 +617,42 @@ def _has_float_tensor(value: Any) -> bool:
 _as_no_view = torch.ops.aten._unsafe_view.default
 
 
-@dataclass(eq=False, slots=True)
-class OperationUse:
-    """The uses of parameters by one operation, whose records are made when its gradient comes."""
-
-    capture: "Capture"
-    layout: Layout | None  # None if it was made in a backward pass, and is not known there
-    uses: Sequence[tuple[Tracked, Builder]]
-    number: int | None = None  # in the forward pass, if it can be met again
-    is_late: bool = False  # made in a backward pass
-
-    def records(
-        self, g: Tensor, saved: tuple[Tensor, ...], places: Sequence[Place] | None = None
-    ) -> Iterator[tuple[Place, str, Record]]:
-        """Make the records, or some of them: where each belongs, its parameter, the record."""
-        layout = self.layout
-        if layout is None:
-            name = self.uses[0][0].of_parameters[0]
-            raise UnsupportedOperation(
-                f"{name}: rows of this model lie where values have put them, and reentrant "
-                "activation checkpointing runs it where samples are not followed; use "
-                "use_reentrant=False"
-            )
-        if layout.index is not None:
-            layout.check_nobodys(g)
-        is_whole = type(g) is Tensor and all(type(each) is Tensor for each in saved)
-        for i, (tracked, builder) in enumerate(self.uses):
-            if places is not None and all(i != place[0] for place in places):
-                continue
-            if layout.index is not None:
-                record = _indexed(layout, tracked, builder, g, saved)
-            elif is_whole:
+def records_of(
+    layout: Layout | None,
+    uses: Uses,
+    g: Tensor,
+    saved: tuple[Tensor, ...],
+    places: Sequence[Place] | None = None,
+) -> Iterator[tuple[Place, str, Record]]:
+    """Make the records of an operation, or some: where each belongs, its parameter, the record."""
+    if layout is None:
+        raise UnsupportedOperation(
+            f"{uses[0][0].of_parameters[0]}: rows of this model lie where values have put them, "
+            "and reentrant activation checkpointing runs it where samples are not followed; use "
+            "use_reentrant=False"
+        )
+    if layout.index is not None:
+        layout.check_nobodys(g)
+    is_whole = type(g) is Tensor and all(type(each) is Tensor for each in saved)
+    for i, (tracked, builder) in enumerate(uses):
+        if places is not None and all(i != place[0] for place in places):
+            continue
+        try:
+            if is_whole:
                 record = builder(layout, g, *saved, shape=tuple(tracked.value.shape))
             else:
                 record = record_of(builder, layout, tracked.value, g, saved)
-            for j, source in enumerate(tracked.sources):
-                if places is not None and (i, j) not in places:
-                    continue
+        except BadInput as error:
+            if layout.index is None:
+                raise
+            name = tracked.of_parameters[0]
+            raise UnsupportedOperation(
+                f"{name}: its rows lie where values have put them, and {error}"
+            ) from None
+        for j, source in enumerate(tracked.sources):
+            if places is None or (i, j) in places:
                 own = record if source.back is None else source.back(plain_record(record))
                 yield (i, j), source.name, own
-
-    def record(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
-        """Hand the records over, now that the gradient of the output has come."""
-        capture, number, places = self.capture, self.number, []
-        for place, name, record in self.records(g, saved):
-            if self.is_late:
-                capture.recorded_late.add(name)
-            if not capture.streams:
-                record = plain_record(record)
-            if number is None or capture.on_product is None or not isinstance(record, Product):
-                capture.on_record(name, record)
-            elif capture.on_product(name, record):
-                places.append(place)
-        if places:
-            assert number is not None
-            assert capture.repeats is not None
-            capture.repeats.keep(number, g, tuple(map(local, saved)), places)
-
-
-def _indexed(
-    layout: Layout, tracked: Tracked, builder: Builder, g: Tensor, saved: tuple[Tensor, ...]
-) -> Record:
-    """Make a record of rows that lie where values have put them."""
-    try:
-        return builder(layout, g, *saved, shape=tuple(tracked.value.shape))
-    except BadInput as error:
-        raise UnsupportedOperation(
-            f"{tracked.of_parameters[0]}: its rows lie where values have put them, and {error}"
-        ) from None
 
 
 class _Tap(torch.autograd.Function):
@@ -726,7 +663,10 @@ class _Tap(torch.autograd.Function):
     activation checkpointing drops it and makes it again.
 
     Args:
-        use: What is to be recorded; None in a second pass, which is not gone backward.
+        use: What is to be recorded: the capture, where samples lie (None if it was made in a
+            backward pass, and is not known there), the uses of parameters, the number of the
+            operation in the forward pass (None if it cannot be met again), and whether it was made
+            in a backward pass. None in a second pass, which is not gone backward.
         is_fresh: Whether the operation made the output new and does not need it in its backward.
         output: What the operation returned.
         anchor: A scalar that requires a gradient, so that one comes even if no input does.
@@ -736,7 +676,7 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        use: OperationUse | None,
+        use: tuple["Capture", Layout | None, Uses, int | None, bool] | None,
         is_fresh: bool,
         output: Tensor,
         anchor: Tensor,
@@ -752,17 +692,32 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple:  # type: ignore[override]
-        if g is not None and ctx.use is None:
+        nothing = None, None, g, None, *(None for _ in range(ctx.num_saved))
+        if g is None:
+            return nothing
+        if ctx.use is None:
             refuse_gradients()
-        if g is not None:
-            try:
-                saved = ctx.saved_tensors  # asked for once: checkpointing makes them again for it
-            except RuntimeError as error:
-                if "modified by an inplace operation" in str(error):
-                    refuse_changed()
-                raise
-            ctx.use.record(g, tuple(value.detach() for value in saved))
-        return None, None, g, None, *(None for _ in range(ctx.num_saved))
+        capture, layout, uses, number, is_late = ctx.use
+        try:
+            saved = ctx.saved_tensors  # asked for once: checkpointing makes them again for it
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                refuse_changed()
+            raise
+        saved = tuple(value.detach() for value in saved)
+        places = []
+        for place, name, record in records_of(layout, uses, g, saved):
+            if is_late:
+                capture.recorded_late.add(name)
+            if not capture.streams:
+                record = plain_record(record)
+            if number is None or capture.on_product is None or type(record) is not Product:
+                capture.on_record(name, record)
+            elif capture.on_product(name, record):
+                places.append(place)
+        if places:
+            capture.repeats.keep(number, g, tuple(map(local, saved)), places)
+        return nothing
 
 
 def _followed_apply(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -19,6 +19,7 @@ pass that Dynamo would leave to Python, now or after many recompilations.
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -28,8 +29,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule
 
-from unison.capture.axes import Axes, AxisTable, Call, resembles
-from unison.capture.capture import Capture, OperationUse, refuse_second
+from unison.capture.capture import Capture, records_of, refuse_second
 from unison.capture.torch_compile import tell_causal_masks
 from unison.capture.tracked import FACTS, Source, Tracked, all_plain
 from unison.errors import UnsupportedOperation
@@ -78,40 +78,11 @@ class _ToSlots(torch.autograd.Function):
         return None, None, g, *values, *(None,) * ctx.num_saved
 
 
-def _slot_gradients(
-    use: OperationUse,
-    places: Sequence[int],
-    factored: Collection[str],
-    g: Tensor,
-    saved: tuple[Tensor, ...],
-) -> list[Tensor]:
-    """The gradients of the slots that the records of an operation lead to, each slot once.
-
-    Args:
-        use: The uses of parameters by the operation.
-        places: The number of each record's slot.
-        factored: Parameters whose factors are kept.
-        g: The gradient of what came out.
-        saved: What the records are made of.
-    """
-    found: dict[int, Tensor] = {}
-    names = [source.name for tracked, _ in use.uses for source in tracked.sources]
-    for place, name, record in zip(places, names, _records(use, g, saved), strict=True):
-        kept = _kept(name, record, factored)
-        value = _multiplied_out(record) if kept is None else kept.g
-        found[place] = found[place] + value if place in found else value
-    return list(found.values())
-
-
 def _kept(name: str, record: Record, factored: Collection[str]) -> Lookup | Product | None:
     """The record itself, if its parts are kept and not multiplied out."""
     if isinstance(record, Lookup) or (isinstance(record, Product) and name in factored):
         return record
     return None
-
-
-def _records(use: OperationUse, g: Tensor, saved: tuple[Tensor, ...]) -> list[Record]:
-    return [plain_record(record) for _, _, record in use.records(g, saved)]
 
 
 def _multiplied_out(record: Record) -> Tensor:
@@ -125,28 +96,6 @@ def _multiplied_out(record: Record) -> Tensor:
     dtype = torch.promote_types(record.a.dtype, record.g.dtype)
     left, right = (each.to(dtype) for each in factors(record))
     return torch.bmm(left.mT, right).reshape(len(left), *record.shape)
-
-
-class _TracedAxes(AxisTable):
-    """What was learned of eager calls, for those of a graph.
-
-    Dynamo looks into functions that are written in Python, and calls what they call: `nn.RMSNorm`
-    is `F.rms_norm` to one and `torch.rms_norm` to the other.
-    """
-
-    def find(self, call: Call) -> Axes | None:
-        """As learned; or as of a call of another function with the same parameters and shapes."""
-        found = super().find(call)
-        if found is not None:
-            return found
-        dims = call.kind[1:]
-        alike = {
-            axes
-            for kind, calls in self.by_kind.items()
-            for seen, axes in calls.items()
-            if kind[1:] == dims and resembles(call, seen, axes)
-        }
-        return alike.pop() if len(alike) == 1 else None
 
 
 class _Traced(Capture):
@@ -168,7 +117,7 @@ class _Traced(Capture):
         slots: Sequence[Sequence[int]] | None = None,
         values: Sequence[Tensor] = (),
     ) -> None:
-        axes = _TracedAxes(**vars(of.axes))
+        axes = replace(of.axes, is_of_graph=True)
         super().__init__(nn.Module(), of.batch, axes=axes, on_record=_refuse_record)
         self.factored = of.factored
         self._slots, self._values = slots, values
@@ -191,26 +140,34 @@ class _Traced(Capture):
     ) -> Tensor:
         """Let the gradients of the parameters that made `output` lead to slots."""
         assert self._current is not None
-        use = OperationUse(
-            self,
-            self.axes.layout_of(*self._current, output),
-            [(value, builder) for value, builder in uses if type(value) is Tracked],
-        )
-        inputs = tuple(each.detach() for each in saved)
-        names = [source.name for tracked, _ in use.uses for source in tracked.sources]
+        layout = self.axes.layout_of(*self._current, output)
+        tracked = [(value, builder) for value, builder in uses if type(value) is Tracked]
+
+        def records(g: Tensor, saved: tuple[Tensor, ...]) -> list[tuple[str, Record]]:
+            found = records_of(layout, tracked, g, saved)
+            return [(name, plain_record(record)) for _, name, record in found]
+
         # Of the gradient nothing but the shape is known yet; what is made of it here is not kept.
-        records = list(zip(names, _records(use, output.detach(), inputs), strict=True))
-        number = len(self.noted)
-        self.noted.append(records)
+        noted = records(output.detach(), tuple(each.detach() for each in saved))
+        self.noted.append(noted)
         if self._slots is None:
             return output
-        places = self._slots[number]
-        for place, (name, record) in zip(places, records, strict=True):
+        places = self._slots[len(self.noted) - 1]
+        for place, (name, record) in zip(places, noted, strict=True):
             kept = _kept(name, record, self.factored)
             if kept is not None:
                 self.kept[place] = kept.ids if isinstance(kept, Lookup) else kept.a
+
+        def gradients(g: Tensor, saved: tuple[Tensor, ...]) -> list[Tensor]:
+            """Return those of the slots that the records lead to, each slot once."""
+            found: dict[int, Tensor] = {}
+            for place, (name, record) in zip(places, records(g, saved), strict=True):
+                kept = _kept(name, record, self.factored)
+                value = _multiplied_out(record) if kept is None else kept.g
+                found[place] = found[place] + value if place in found else value
+            return list(found.values())
+
         slots = [self._values[each] for each in dict.fromkeys(places)]
-        gradients = partial(_slot_gradients, use, places, self.factored)
         return _ToSlots.apply(gradients, len(slots), output, *slots, *saved)  # type: ignore[return-value]
 
 
@@ -259,26 +216,24 @@ class CompiledCapture:
             raise UnsupportedOperation("a private module is compiled outside of its own passes")
         capture, names = self._running
         used = {place: names[id(each)] for place, each in enumerate(inputs) if id(each) in names}
+        made: Callable[..., Any] | _CompiledGraph
         if not used or not torch.is_grad_enabled():
-            plain = self._inner(graph, inputs)
+            made = self._inner(graph, inputs)
+        else:
+            if not all(isinstance(each, Tensor) for each in inputs):
+                raise UnsupportedOperation(
+                    "sizes are symbols in this graph (mark_dynamic): private graphs are made for "
+                    "each size of a batch"
+                )
+            tell_causal_masks(graph)
+            made = _CompiledGraph(graph, inputs, used, capture, self._inner)
+            self.graphs.append(made)
 
-            def call_plain(*args: Any) -> Any:
-                self.num_runs += 1
-                return plain(*args)
-
-            return call_plain
-        if not all(isinstance(each, Tensor) for each in inputs):
-            raise UnsupportedOperation(
-                "sizes are symbols in this graph (mark_dynamic): private graphs are made for each "
-                "size of a batch"
-            )
-        tell_causal_masks(graph)
-        made = _CompiledGraph(graph, inputs, used, capture, self._inner)
-        self.graphs.append(made)
-
-        def call(*args: Tensor) -> Any:
-            assert self._running is not None
+        def call(*args: Any) -> Any:
             self.num_runs += 1
+            if not isinstance(made, _CompiledGraph):
+                return made(*args)
+            assert self._running is not None
             return made(args, *self._running)
 
         return call
@@ -304,7 +259,6 @@ class _CompiledGraph:
         inner: DynamoBackend,
     ) -> None:
         self.places = {name: place for place, name in names.items()}
-        self.shapes = {name: tuple(inputs[place].shape) for place, name in names.items()}
         self.free: list[_SlotSet] = []  # sets of slots that no pass holds
         self._num_inputs = len(inputs)
         self._num_outputs = len(graph.graph.find_nodes(op="output")[0].args[0])
@@ -315,8 +269,7 @@ class _CompiledGraph:
         def run(capture: _Traced, args: Sequence[Tensor]) -> tuple:
             given = list(args)
             for place, name in names.items():
-                source = Source(name, self.shapes[name])
-                given[place] = Tracked.of(given[place], (source,), capture)
+                given[place] = Tracked.of(given[place], (Source(name),), capture)
             outputs = graph(*given)
             for each in outputs:
                 if type(each) is Tracked:
@@ -408,7 +361,7 @@ class _SlotSet:
         self._kept: dict[int, Tensor] = {}
         self._is_used = False
         for number, each in enumerate(tensors):
-            each.register_post_accumulate_grad_hook(partial(_on_gradient, ref(self), number))
+            each.register_post_accumulate_grad_hook(partial(_SlotSet.take, ref(self), number))
 
     def begin(self, capture: Capture, names: list[str], kept: dict[int, Tensor]) -> None:
         """Be the slots of a pass.
@@ -422,9 +375,15 @@ class _SlotSet:
         capture.used.update(names)
         capture.on_release.append(self._end)
 
-    def take(self, number: int, gradient: Tensor) -> None:
-        """Hand the gradient of a slot over."""
-        assert self._capture is not None
+    @staticmethod
+    def take(slots: "ref[_SlotSet]", number: int, tensor: Tensor) -> None:
+        """Hand the gradient of a slot over; a hook of the slot, which must not keep its set."""
+        gradient, tensor.grad = tensor.grad, None
+        self = slots()
+        if self is None or self._capture is None:
+            refuse_second()
+        if gradient is None:
+            return
         self._is_used = True
         make, kept = self._graph.slots[number].record, self._kept
         if make is None:
@@ -438,15 +397,6 @@ class _SlotSet:
         self._capture, self._names, self._kept = None, [], {}
         if self._is_used:
             self._graph.free.append(self)
-
-
-def _on_gradient(slots: "ref[_SlotSet]", number: int, tensor: Tensor) -> None:
-    gradient, tensor.grad = tensor.grad, None
-    own = slots()
-    if own is None or own._capture is None:
-        refuse_second()
-    if gradient is not None:
-        own.take(number, gradient)
 
 
 def _slots_of(noting: _Traced) -> tuple[list[GradientSlot], list[list[int]]]:
@@ -466,7 +416,10 @@ def _slots_of(noting: _Traced) -> tuple[list[GradientSlot], list[list[int]]]:
         for name, record in records:
             kept = _kept(name, record, noting.factored)
             if kept is not None:
-                slots.append(GradientSlot(name, tuple(kept.g.shape), kept.g.dtype, _maker(kept)))
+                make = partial(Lookup, shape=kept.shape)
+                if isinstance(kept, Product):
+                    make = partial(Product, is_transposed=kept.is_transposed, shape=kept.shape)
+                slots.append(GradientSlot(name, tuple(kept.g.shape), kept.g.dtype, make))
                 numbers[-1].append(len(slots) - 1)
                 continue
             value = _multiplied_out(record)
@@ -478,15 +431,6 @@ def _slots_of(noting: _Traced) -> tuple[list[GradientSlot], list[list[int]]]:
             slots[whole[name]] = slot._replace(dtype=dtype)
             numbers[-1].append(whole[name])
     return slots, numbers
-
-
-def _maker(record: Lookup | Product) -> Callable[[Tensor, Tensor], Record]:
-    """What makes records like one, of what went in and of a gradient."""
-    shape = record.shape
-    if isinstance(record, Lookup):
-        return lambda ids, g: Lookup(ids, g, shape)
-    is_transposed = record.is_transposed
-    return lambda a, g: Product(a, g, is_transposed, shape)
 
 
 def _calling(

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 from unison.capture import Capture
 from unison.capture.compiled import CompiledCapture
 from unison.capture.torch_compile import unit_draws_known, unwrapped
-from unison.capture.tracked import Tracked, places
+from unison.capture.tracked import ParamRegistry, Tracked
 from unison.errors import UnsupportedOperation
 from unison.rng.draw_mode import draws_of_granule, unwatched
 from unison.shard.api import find_blocks
@@ -49,7 +49,7 @@ class CompiledForward:
 
     def __init__(self, name: str, module: nn.Module, passes: "CapturedPasses") -> None:
         self.name, self._module, self._passes = name, module, passes
-        self._places = [(each.module, each.attribute) for each in places(module.named_modules())]
+        self._places = [(each.module, each.attribute) for each in ParamRegistry(module).places]
         self._compiled: dict[CompiledCapture, Callable[..., Any]] = {}
         self._worked: set[CompiledCapture] = set()
         self.refusal: str | None = None
@@ -101,7 +101,7 @@ class CompiledForward:
         if self.refusal is not None or not self._passes.captures or not torch.is_grad_enabled():
             return self._eager(*args, **kwargs)
         num_granules = num_granules_of((args, kwargs))
-        with self._hidden() as marks:
+        with self._in_places([None] * len(self._places)) as marks:
             if num_granules == 0:
                 return self._run(marks, 0, args, kwargs)
             call = partial(self._run, marks)
@@ -115,16 +115,6 @@ class CompiledForward:
             isinstance(vars(module).get(attribute), Tracked | PerGranule)
             for module, attribute in self._places
         )
-
-    @contextmanager
-    def _hidden(self) -> Iterator[list[Any]]:
-        """Take what a capture has put in the parameters' places away for this block."""
-        places = [(vars(module), attribute) for module, attribute in self._places]
-        found = [where.pop(attribute, None) for where, attribute in places]
-        try:
-            yield found
-        finally:
-            _put(places, found)
 
     def _run(self, found: list[Any], granule: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the module for one granule.
@@ -151,14 +141,25 @@ class CompiledForward:
             return self._eager(*args, **kwargs)
 
     @contextmanager
-    def _in_places(self, values: list[Any]) -> Iterator[None]:
-        places = [(vars(module), attribute) for module, attribute in self._places]
-        _put(places, values)
+    def _in_places(self, values: Sequence[Any]) -> Iterator[list[Any]]:
+        """Put values in the parameters' places for this block, or None for the parameters.
+
+        Yields:
+            What was there: a capture's marks.
+        """
+        before = self._exchange(values)
         try:
-            yield
+            yield before
         finally:
-            for where, attribute in places:
-                where.pop(attribute, None)
+            self._exchange(before)
+
+    def _exchange(self, values: Sequence[Any]) -> list[Any]:
+        before = []
+        for (module, attribute), value in zip(self._places, values, strict=True):
+            before.append(vars(module).pop(attribute, None))
+            if value is not None:
+                vars(module)[attribute] = value
+        return before
 
     def _run_compiled(
         self, marks: list[Any], args: tuple, kwargs: dict[str, Any]
@@ -205,12 +206,12 @@ class CompiledForward:
             self._compiled[backend] = torch.compile(
                 self._eager, backend=backend, dynamic=False, fullgraph=True
             )
-        compiled, num_runs = self._compiled[backend], backend.num_runs
+        num_runs = backend.num_runs
         draws = unit_draws_known() if self._has_unit_draws else nullcontext()
         try:
             # Each kind has its own backend.
             with draws, nullcontext() if backend in self._worked else _compiling():
-                output = compiled(*args, **kwargs)
+                output = self._compiled[backend](*args, **kwargs)
         except _before_running() as error:
             return None, reason_of(error)
         except Exception as error:  # backends raise anything
@@ -423,12 +424,6 @@ def _kind(mark: Any, factored: Collection[str]) -> str:
     if not isinstance(mark, Tracked):
         return "frozen"
     return "factored" if mark.of_parameters[0] in factored else "multiplied out"
-
-
-def _put(places: list[tuple[dict[str, Any], str]], values: list[Any]) -> None:
-    for (where, attribute), value in zip(places, values, strict=True):
-        if value is not None:
-            where[attribute] = value
 
 
 _SKIPPED = (

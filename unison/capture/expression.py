@@ -20,13 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unison.capture.axes import Axes, Axis, Call
 from unison.capture.parts import looked_up_part, refuse_use
-from unison.capture.tracked import (
-    Back,
-    Tracked,
-    all_plain,
-    like,
-    plain,
-)
+from unison.capture.tracked import Tracked, all_plain, like, mapped, plain
 from unison.errors import UnsupportedOperation
 from unison.kernels.available import is_traced
 from unison.ops import (
@@ -43,62 +37,32 @@ from unison.ops import (
 )
 from unison.torch_internals import is_dtensor
 
+
+def _both(*names: str) -> set[Any]:
+    """Return torch's functions and a tensor's methods of these names."""
+    return {getattr(owner, name) for owner in (torch, Tensor) for name in names}
+
+
 # The same values in another dtype or place in memory: records are those of the parameter.
 SAME = {
-    Tensor.to,
-    Tensor.float,
-    Tensor.double,
-    Tensor.half,
-    Tensor.bfloat16,
-    Tensor.type_as,
-    Tensor.contiguous,
-    Tensor.clone,
-    torch.clone,
-    Tensor.cuda,
-    Tensor.cpu,
-}
+    *(Tensor.to, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
+    *(Tensor.contiguous, Tensor.cuda, Tensor.cpu),
+} | _both("clone")
 
 # Of a matrix.
-TRANSPOSES = {
-    Tensor.t,
-    torch.t,
-    Tensor.T.__get__,  # type: ignore[attr-defined]
-    Tensor.mT.__get__,  # type: ignore[attr-defined]
-    Tensor.adjoint,
-    torch.adjoint,
-}
+TRANSPOSES = {Tensor.T.__get__, Tensor.mT.__get__} | _both("t", "adjoint")  # type: ignore[attr-defined]
 
 # They may give some rows, or another shape, of the same memory.
-VIEWS = {
-    Tensor.__getitem__,
-    Tensor.narrow,
-    torch.narrow,
-    Tensor.chunk,
-    torch.chunk,
-    Tensor.split,
-    torch.split,
-    Tensor.view,
-    Tensor.view_as,
-    Tensor.reshape,
-    torch.reshape,
-    Tensor.flatten,
-    torch.flatten,
-    Tensor.unflatten,
-    torch.unflatten,
-    Tensor.unsqueeze,
-    torch.unsqueeze,
-    Tensor.squeeze,
-    torch.squeeze,
-}
+VIEWS = {Tensor.__getitem__, Tensor.view, Tensor.view_as} | _both(
+    *("narrow", "chunk", "split", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze")
+)
 
 # Expressions whatever their sizes are, where the parameter is the only tensor: that they do not
 # depend on the batch need not be learned.
 ALWAYS = SAME | TRANSPOSES
 
 
-def derive(
-    listener: "Capture", func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> Any:
+def derive(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a function of parameters alone; what comes out is tracked too."""
     first = args[0] if args else None
     if type(first) is Tracked:
@@ -107,11 +71,11 @@ def derive(
             value = func(first.value, *all_plain(args[1:]), **all_plain(kwargs))
             if not value.is_complex():
                 is_float = value.is_floating_point()
-                return Tracked.of(value, first.sources, listener) if is_float else value
+                return Tracked.of(value, first.sources, first.listener) if is_float else value
         elif func in TRANSPOSES and first.value.ndim == 2 and not first.value.is_complex():
-            return _made(first, func(first.value), transposed, listener)
+            return first.through(transposed, func(first.value))
         if func is Tensor.__getitem__ and is_lookup(first.value, args[1]):
-            return _lookup(listener, args[1] % len(first.value), first)
+            return _lookup(args[1] % len(first.value), first)
         _refuse_part(first, func)
         if func in VIEWS:
             output = func(first.value, *all_plain(args[1:]), **kwargs)
@@ -120,12 +84,12 @@ def derive(
             keys = keys if isinstance(keys, tuple) else (keys,)
             # A key that chooses elements one by one gives a copy.
             is_chosen = any(isinstance(each, Tensor | list | bool) for each in keys)
-            views = [None if is_chosen else _view(first, item, listener) for item in items]
+            views = [None if is_chosen else _view(first, item) for item in items]
             if all(view is not None for view in views):
                 return like(output, views) if isinstance(output, list | tuple) else views[0]
     if func is F.embedding:
-        return _lookup(listener, *args, **kwargs)
-    return _through_autograd(listener, func, args, kwargs)
+        return _lookup(*args, **kwargs)
+    return _through_autograd(func, args, kwargs)
 
 
 def _refuse_part(tracked: Tracked, func: Callable[..., Any]) -> None:
@@ -134,12 +98,7 @@ def _refuse_part(tracked: Tracked, func: Callable[..., Any]) -> None:
         refuse_use(tracked.of_parameters, f"{name} makes something of it that all samples share")
 
 
-def _made(first: Tracked, value: Tensor, step: Back, listener: "Capture") -> Tracked:
-    sources = tuple(source.through(step) for source in first.sources)
-    return Tracked.of(value, sources, listener)
-
-
-def _view(first: Tracked, output: Tensor, listener: "Capture") -> Tracked | None:
+def _view(first: Tracked, output: Tensor) -> Tracked | None:
     """Follow a view that is a reshape of the tensor or a run of its rows; None for others."""
     base, shape = first.value, tuple(first.value.shape)
     if not base.is_contiguous() or not output.is_contiguous() or output.numel() == 0:
@@ -150,15 +109,14 @@ def _view(first: Tracked, output: Tensor, listener: "Capture") -> Tracked | None
             return None
     start = output.storage_offset() - base.storage_offset()
     if output.numel() == base.numel():
-        return _made(first, output, partial(reshaped, shape=shape), listener)
+        return first.through(partial(reshaped, shape=shape), output)
     if output.shape[1:] == base.shape[1:] and output.ndim == base.ndim:
         row = start // base.stride(0)
-        return _made(first, output, partial(in_rows, start=row, shape=shape), listener)
+        return first.through(partial(in_rows, start=row, shape=shape), output)
     return None
 
 
 def _lookup(
-    listener: "Capture",
     input: Any,  # noqa: A002
     weight: Any,
     padding_idx: int | None = None,
@@ -172,17 +130,13 @@ def _lookup(
         step = partial(looked_up_part, ids=input, table=table, padding=padding_idx)
     else:
         step = partial(looked_up, ids=input, shape=tuple(table.shape), padding=padding_idx)
-    return _made(weight, value, step, listener)
+    return weight.through(step, value)
 
 
-def _through_autograd(
-    listener: "Capture", func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> Any:
+def _through_autograd(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     leaves: dict[int, tuple[Tracked, Tensor]] = {}
 
     def as_leaf(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return like(value, [as_leaf(item) for item in value])
         if type(value) is not Tracked:
             if isinstance(value, Tensor) and value.requires_grad:
                 raise UnsupportedOperation(
@@ -197,9 +151,7 @@ def _through_autograd(
         return leaves[id(value)][1]
 
     with torch.enable_grad():
-        output = func(
-            *(as_leaf(each) for each in args), **{k: as_leaf(v) for k, v in kwargs.items()}
-        )
+        output = func(*mapped(as_leaf, args), **mapped(as_leaf, kwargs))
 
     def followed(item: Any) -> Any:
         if not isinstance(item, Tensor) or not item.requires_grad:
@@ -209,7 +161,8 @@ def _through_autograd(
             for tracked, leaf in leaves.values()
             for source in tracked.sources
         )
-        return Tracked.of(item, sources, listener)
+        first, _ = next(iter(leaves.values()))
+        return Tracked.of(item, sources, first.listener)
 
     is_list = isinstance(output, list | tuple)
     return like(output, list(map(followed, output))) if is_list else followed(output)

@@ -19,7 +19,6 @@ from unison.capture.probes import ProbeState
 from unison.capture.recompute import checkpointing_quiet
 from unison.capture.row_rules import is_mixed
 from unison.errors import BadInput, UnsupportedOperation
-from unison.ops import Record
 from unison.ops.records import NOBODY, index_in_order
 from unison.rng.draw_mode import other_generator_states
 from unison.torch_internals import FunctionMode, has_values, is_dtensor
@@ -88,7 +87,7 @@ def _two_passes(
         some = resized(batch, each)
         if state is not None:
             state.restore()
-        capture = Capture(module, each, axes=axes, on_record=_nothing)
+        capture = Capture(module, each, axes=axes, on_record=lambda *_: None)
         with capture.learning() as seen, generators_kept(batch), checkpointing_quiet():
             run(module, some)
         calls.append(seen)
@@ -97,15 +96,8 @@ def _two_passes(
 
 def generators_kept(batch: Any) -> Any:
     """Leave torch's generators as they are found, on the CPU and where the batch is."""
-    return torch.random.fork_rng(devices={leaf.device for leaf in _tensors(batch) if leaf.is_cuda})
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-
-
-def _nothing(name: str, record: Record) -> None:
-    pass
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return torch.random.fork_rng(devices={leaf.device for leaf in tensors if leaf.is_cuda})
 
 
 # --- whether rows must be followed ----------------------------------------------------------------
@@ -132,19 +124,17 @@ def learn_rows(
         # Below DTensors there is no batch to follow, and rows are followed by value.
         return learn_axes(module, run, batch, state=state)
     met, has_numbers, may_branch = _follow(module, run, batch)
-    if has_numbers or any(each.rows is not None and each.rows.is_by_value for each in met):
+    if has_numbers or any(rows is not None and rows.is_by_value for _, rows, _ in met):
         return _learn_partly(module, run, batch)
     axes = AxisTable(rows_per_sample={})
     try:
         learn_axes(module, run, batch, axes, state=state)
     except UnsupportedOperation:
-        if any(
-            each.layout is None and each.rows is not None and is_mixed(each.rows) for each in met
-        ):
+        if any(layout is None and rows and is_mixed(rows) for _, rows, layout in met):
             raise
         return _learn_partly(module, run, batch)
     trained = {name for name, each in module.named_parameters() if each.requires_grad}
-    used = {name for each in met for name in each.call.names}
+    used = {name for call, _, _ in met for name in call.names}
     has_other_paths = may_branch and not trained <= used
     if has_other_paths or any(_is_out_of_order(each, axes) for each in met):
         return _learn_partly(module, run, batch)
@@ -160,7 +150,7 @@ def _follow(module: nn.Module, run: Run, batch: Any) -> tuple[list[Met], bool, b
         anything was read, or Python's own random numbers were drawn.
     """
     batch = resized(batch, max(NUM_FOLLOWED, batch_size_of(batch)))
-    capture = Capture(module, batch_size_of(batch), axes=AxisTable(), on_record=_nothing)
+    capture = Capture(module, batch_size_of(batch), axes=AxisTable(), on_record=lambda *_: None)
     reads: set[str] = set()
 
     def noted(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -188,11 +178,12 @@ def _follow(module: nn.Module, run: Run, batch: Any) -> tuple[list[Met], bool, b
 
 def _is_out_of_order(met: Met, axes: AxisTable) -> bool:
     """Whether rows do not lie sample by sample, as many for each, where the table says."""
-    known = axes.find(met.call)
+    call, rows, _ = met
+    known = axes.find(call)
     dim = NO_AXIS if known is None else known[0]
-    if dim is None or met.rows is None or is_mixed(met.rows):
+    if dim is None or rows is None or is_mixed(rows):
         return False  # the table is what is known of it, and is checked by gradients
-    ids, size = met.rows.ids, met.call.batch
+    ids, size = rows.ids, call.batch
     if ids.shape[dim] % size:
         return True
     expected = index_in_order(ids.shape[dim], size, dim, ids.ndim, ids.device)

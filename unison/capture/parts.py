@@ -19,7 +19,7 @@ torch.distributed.tensor takes a second to import; where nobody has, there is no
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -46,12 +46,8 @@ def local(value: Tensor) -> Tensor:
     return value if wait is None else wait()
 
 
-class Span(NamedTuple):
-    """Where this rank's part of a tensor lies: a run of one dimension."""
-
-    dim: int
-    start: int
-    size: int
+Span = tuple[int, int, int]
+"""Where this rank's part of a tensor lies, a run of one dimension: dimension, start and size."""
 
 
 def span_of(value: "DTensor") -> Span | None:
@@ -62,7 +58,7 @@ def span_of(value: "DTensor") -> Span | None:
     dim = placement.dim % value.ndim  # type: ignore[attr-defined]
     size = value.to_local().shape[dim]
     chunk = -(-value.shape[dim] // value.device_mesh.size())  # as torch.chunk cuts
-    return Span(dim, min(value.shape[dim], chunk * value.device_mesh.get_local_rank()), size)
+    return dim, min(value.shape[dim], chunk * value.device_mesh.get_local_rank()), size
 
 
 def record_of(
@@ -77,11 +73,13 @@ def record_of(
         g: The gradient of what came out.
         saved: What the rule saved.
     """
-    saved = saved[: num_read(builder, len(saved))]
+    if _plain(builder) in _READING_NOTHING:
+        saved = ()
     span = span_of(value) if is_dtensor(value) else None
     if span is None:
         return _of_replicated(builder, layout, value, g, saved)
-    needs = needs_for_cut(builder, span.dim, value.ndim)
+    cut = _CUTS.get(_plain(builder))
+    needs = None if cut is None else cut(span[0], value.ndim)
     if needs is None:
         whole = builder(layout, _cut(g), *map(_cut, saved), shape=tuple(value.shape))
         return part_of(whole, *span)
@@ -126,10 +124,12 @@ def looked_up_part(
         padding: A row that gets no gradient.
     """
     span, ids = span_of(table), _cut(ids)
-    if span is None or span.dim == 0:
-        found = looked_up(record, ids, tuple(table.shape), padding)
-        return found if span is None else part_of(found, *span)
-    return looked_up(record, ids, (table.shape[0], span.size), padding)
+    if span is None:
+        return looked_up(record, ids, tuple(table.shape), padding)
+    dim, _, size = span
+    if dim == 0:
+        return part_of(looked_up(record, ids, tuple(table.shape), padding), *span)
+    return looked_up(record, ids, (table.shape[0], size), padding)
 
 
 def moved_back(
@@ -160,7 +160,7 @@ def moved_back(
         parts = DTensor.from_local(
             value,
             mesh,
-            [Shard(1 + after.dim)],
+            [Shard(1 + after[0])],
             run_check=False,
             shape=total,
             stride=torch.empty(total, device="meta").stride(),
@@ -196,34 +196,17 @@ _CUTS: dict[Builder, Callable[[int, int], Needs | None]] = {
     of_table: lambda dim, _: None if dim == 0 else (-1, (None,)),
 }
 
-# How many of the saved tensors a builder reads, where it does not read all.
-_NUM_READ: dict[Builder, int] = {of_bias: 0, of_offset: 0}
+# They read none of the saved tensors; others read all.
+_READING_NOTHING: frozenset[Builder] = frozenset({of_bias, of_offset})
 
 # They make dense records that add up over tokens. What they read has the shape of the output.
 _ADDING_TOKENS: frozenset[Builder] = frozenset({of_bias, of_offset, of_gain})
 
 
-def needs_for_cut(builder: Builder, dim: int, ndim: int) -> Needs | None:
-    """What the record of a part can be made of directly; None where it cannot.
-
-    Args:
-        builder: Makes the record.
-        dim: The dimension along which the parameter is cut.
-        ndim: Dimensions of the parameter.
-    """
-    found = _CUTS.get(_plain(builder))
-    return None if found is None else found(dim, ndim)
-
-
-def num_read(builder: Builder, num_saved: int) -> int:
-    """How many of the saved tensors a builder reads."""
-    return _NUM_READ.get(_plain(builder), num_saved)
-
-
 def adds_tokens(builder: Builder) -> bool:
     """Whether a builder makes, of some of the tokens, a part of the whole record's sum."""
     # With statistics per channel the other dimensions are no tokens.
-    is_per_channel = isinstance(builder, partial) and "broadcast" in builder.keywords
+    is_per_channel = "broadcast" in getattr(builder, "keywords", ())
     return _plain(builder) in _ADDING_TOKENS and not is_per_channel
 
 

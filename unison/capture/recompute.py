@@ -29,10 +29,10 @@ moment: memory that ordinary training has freed by then is memory that clipping 
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NoReturn
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -41,86 +41,49 @@ from torch.utils._pytree import tree_leaves
 from unison.capture.axes import Call
 from unison.capture.probes import fingerprint
 from unison.errors import UnsupportedOperation
-from unison.rng import BatchDraws
 from unison.rng.draw_mode import current_draws, drawing_again
 
 REMEDY = "use a clipping mode that keeps records, such as 'flash_fuse_bk'"
 
 Place = tuple[int, int]  # which parameter of an operation, which source of it
+Waiting = tuple[Tensor, Sequence[Place], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class RngAutocastState:
-    """What a forward pass depends on beside its model and its batch: draws and autocast.
+RngAutocastState = Callable[[], AbstractContextManager[None]]
+"""Sets what held at some time, for a block; generators go on afterwards where they were before."""
 
-    Attributes:
-        generators: The states of torch's generators, by device.
-        autocasts: For each kind of device: whether autocast is on, and its dtype.
-        is_cache_enabled: Whether autocast may keep what it has cast.
-        draws: The random numbers of samples; None if it draws from generators.
-        drawn: How many of them were drawn before.
+
+def rng_autocast_state(module: nn.Module, batch: Any = None) -> RngAutocastState:
+    """Return what sets that again on which a forward pass depends now beside model and batch.
+
+    That is torch's generators, the random numbers of samples, and autocast, where a module and a
+    batch lie.
     """
-
-    generators: dict[torch.device, Tensor]
-    autocasts: dict[str, tuple[bool, torch.dtype]]
-    is_cache_enabled: bool
-    draws: BatchDraws | None
-    drawn: list[tuple[int, int]] | None
-
-    @classmethod
-    def here(cls, module: nn.Module, batch: Any = None) -> "RngAutocastState":
-        """What holds now, where a module and a batch lie."""
-        values = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
-        devices = {value.device for value in values if isinstance(value, Tensor) and value.is_cuda}
-        kinds = {"cpu", *(device.type for device in devices)}
-        draws = current_draws()
-        return cls(
-            {
-                torch.device("cpu"): torch.get_rng_state(),
-                **{device: torch.cuda.get_rng_state(device) for device in devices},
-            },
-            {
-                kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in sorted(kinds)
-            },
-            torch.is_autocast_cache_enabled(),
-            draws,
-            draws and draws.state(),
-        )
+    values = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
+    devices = {value.device for value in values if isinstance(value, Tensor) and value.is_cuda}
+    generators = [torch.default_generator]
+    generators += [torch.cuda.default_generators[device.index] for device in devices]
+    states = [each.get_state() for each in generators]
+    casts = {
+        kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in sorted({"cpu", *(device.type for device in devices)})
+    }
+    is_cached, draws = torch.is_autocast_cache_enabled(), current_draws()
+    drawn = draws and draws.state()
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """As it was then, for a while; generators go on afterwards where they were before."""
-        devices = [device for device in self.generators if device.type == "cuda"]
+    def restored() -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=devices))
-            for kind, (is_enabled, dtype) in self.autocasts.items():
-                context = torch.autocast(
-                    kind, dtype=dtype, enabled=is_enabled, cache_enabled=self.is_cache_enabled
-                )
-                stack.enter_context(context)
-            if self.draws is not None:
-                stack.enter_context(drawing_again(self.draws, self.drawn))
-            for device, state in self.generators.items():
-                if device.type == "cuda":
-                    torch.cuda.set_rng_state(state, device)
-                else:
-                    torch.set_rng_state(state)
+            for kind, (is_enabled, dtype) in casts.items():
+                stack.enter_context(torch.autocast(kind, dtype, is_enabled, is_cached))
+            if draws is not None:
+                stack.enter_context(drawing_again(draws, drawn))
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state.clone())
             yield
 
-
-class Waiting(NamedTuple):
-    """A gradient that waits for its use to be met again.
-
-    Attributes:
-        g: The gradient of what the operation returned.
-        places: The records that are to be made of it.
-        inputs: The fingerprints of what they were made of the first time.
-    """
-
-    g: Tensor
-    places: Sequence[Place]
-    inputs: Tensor
+    return restored
 
 
 class RecomputeQueue:
@@ -128,6 +91,7 @@ class RecomputeQueue:
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
+        # By use: gradients, the records to be made of each, and fingerprints of what went in.
         self._waiting: dict[int, list[Waiting]] = defaultdict(list)
         self._num_met = 0
         self._compared: list[tuple[Call, Tensor, Tensor]] = []
@@ -140,7 +104,7 @@ class RecomputeQueue:
     def keep(self, number: int, g: Tensor, saved: Sequence[Tensor], places: list[Place]) -> None:
         """Let a gradient wait for its use; one use may have several."""
         assert saved, "a product is made of what went in"
-        self._waiting[number].append(Waiting(g, places, fingerprint(saved)))
+        self._waiting[number].append((g, places, fingerprint(saved)))
 
     def meet(self, call: Call, saved: Sequence[Tensor]) -> list[Waiting]:
         """Take what waits for the next use of the second pass.
@@ -155,7 +119,7 @@ class RecomputeQueue:
         found = self._waiting.pop(number, [])
         if found:
             now = fingerprint(saved)
-            self._compared += [(call, each.inputs, now) for each in found]
+            self._compared += [(call, then, now) for _, _, then in found]
         return found
 
     def check(self) -> None:
@@ -213,13 +177,6 @@ def buffers_unchanged(module: nn.Module) -> Iterator[None]:
             )
 
 
-@contextmanager
-def nothing_saved() -> Iterator[None]:
-    """Let graphs hold no tensors."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse_gradients):
-        yield
-
-
 def refuse_gradients(*_: Any) -> NoReturn:
     """Raise for a backward pass inside of the second forward pass: the model takes gradients."""
     raise UnsupportedOperation(
@@ -233,27 +190,6 @@ def checkpointing_quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         yield
-
-
-class _Held:
-    """A tensor that autograd has saved; the count knows when it is gone."""
-
-    __slots__ = ("_saved", "key", "num_bytes", "tensor")
-
-    def __init__(self, saved: "SavedBytes", tensor: Tensor, key: int, num_bytes: int) -> None:
-        # Without its graph: some operations save their own output (log_softmax), whose graph holds
-        # this object. Nobody could free such a circle, nor the module that the graph leads to.
-        self._saved, self.tensor, self.key, self.num_bytes = saved, tensor.detach(), key, num_bytes
-        saved._holds[key] += 1
-        if saved._holds[key] == 1:
-            saved.held += num_bytes
-
-    def __del__(self) -> None:
-        saved = self._saved
-        saved._holds[self.key] -= 1
-        if saved._holds[self.key] == 0:
-            saved.held -= self.num_bytes
-            saved.freed += self.num_bytes
 
 
 class SavedBytes:
@@ -275,16 +211,27 @@ class SavedBytes:
     @contextmanager
     def counted(self) -> Iterator["SavedBytes"]:
         """Count what operations in this block save, until it is freed, here or later."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed):
             yield self
 
-    def _pack(self, tensor: Tensor) -> "Tensor | _Held":
+    def _pack(self, tensor: Tensor) -> Tensor:
         key, num_bytes = _memory(tensor)
-        return tensor if not key or key in self._others else _Held(self, tensor, key, num_bytes)
+        if not key or key in self._others:
+            return tensor
+        self._holds[key] += 1
+        if self._holds[key] == 1:
+            self.held += num_bytes
+        # Without its graph: some operations save their own output (log_softmax), whose graph holds
+        # what is packed. Nobody could free such a circle, nor the module that the graph leads to.
+        packed = tensor.detach()
+        finalize(packed, self._let_go, key, num_bytes).atexit = False
+        return packed
 
-
-def _unpack(packed: "Tensor | _Held") -> Tensor:
-    return packed.tensor if isinstance(packed, _Held) else packed
+    def _let_go(self, key: int, num_bytes: int) -> None:
+        self._holds[key] -= 1
+        if self._holds[key] == 0:
+            self.held -= num_bytes
+            self.freed += num_bytes
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

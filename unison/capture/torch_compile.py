@@ -77,6 +77,7 @@ def uncompile(module: nn.Module, undo: ExitStack) -> DynamoBackend | None:
 
 _FIRST_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _RUN = ("call_function", "call_method", "get_attr")
+_BRACKETS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 _MOST_ELEMENTS = 1 << 28  # of a mask: it exists once while a graph is compiled
 
 
@@ -91,7 +92,8 @@ def tell_causal_masks(graph: GraphModule) -> None:
     causal = {mask for mask, value in masks.items() if is_causal(value)}
     for node, found in attending:
         query, key, value, mask = (found.pop(name) for name in _FIRST_ARGUMENTS[:4])
-        if mask in causal and _num_tokens(query) == _num_tokens(key):
+        num_queries, num_keys = (each.meta["example_value"].shape[-2] for each in (query, key))
+        if mask in causal and num_queries == num_keys:
             node.args = (query, key, value)
             node.kwargs = {**found, "is_causal": True}
     if causal:  # what the masks were made of is nothing to anybody
@@ -120,10 +122,6 @@ def _arguments(node: Node) -> dict[str, Any] | None:
     return found if has_mask and len(node.args) <= len(_FIRST_ARGUMENTS) else None
 
 
-def _num_tokens(node: Node) -> int:
-    return node.meta["example_value"].shape[-2]
-
-
 def _constants(graph: GraphModule, wanted: Iterable[Node]) -> dict[Node, Tensor]:
     """The values of those nodes that no input of the graph reaches."""
     needed: set[Node] = set()
@@ -139,7 +137,7 @@ def _constants(graph: GraphModule, wanted: Iterable[Node]) -> dict[Node, Tensor]
     with torch.no_grad():
         for node in graph.graph.nodes:
             # vmap begins and ends by calls of which nothing else is made: all of them are run.
-            bracket = _bracket(node)
+            bracket = _BRACKETS.get(getattr(node.target, "__name__", ""), 0)
             if node in needed or bracket:
                 interpreter.env[node] = interpreter.run_node(node)
             depth += bracket
@@ -168,12 +166,6 @@ def _ancestors(node: Node) -> set[Node] | None:
 def _is_drawn(node: Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return any(part in name for part in ("rand", "dropout", "bernoulli", "normal", "uniform"))
-
-
-def _bracket(node: Node) -> int:
-    """1 for a call that begins a vmap, -1 for one that ends it, 0 for any other."""
-    name = getattr(node.target, "__name__", "")
-    return {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}.get(name, 0)
 
 
 # --- numbers drawn to decide what to run ----------------------------------------------------------

@@ -12,7 +12,7 @@ take gradients: records are made from the values without a graph, so a gradient 
 by another way, and raises.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,21 +43,6 @@ class Place(NamedTuple):
     name: str  # canonical: the first one of a tied parameter, without wrappers
 
 
-def places(modules: Iterable[tuple[str, nn.Module]]) -> list[Place]:
-    """Return all places of all parameters, in the order of `named_parameters()`."""
-    found: list[Place] = []
-    names: dict[int, str] = {}
-    for path, module in modules:
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                name = names.get(id(parameter))
-                if name is None:
-                    name = canonical_name(f"{path}.{attribute}" if path else attribute)
-                    names[id(parameter)] = name
-                found.append(Place(module, attribute, parameter, name))
-    return found
-
-
 class ParamRegistry:
     """The modules and parameters of a model, as of the last look.
 
@@ -69,14 +54,21 @@ class ParamRegistry:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.modules: list[tuple[str, nn.Module]] = []
-        self.places: list[Place] = []
-        self.trained: tuple[str, ...] = ()
+        self.refresh()
 
     def refresh(self) -> tuple[str, ...]:
         """Look at the model, and return `trained`."""
         self.modules = list(self._module.named_modules())
-        self.places = places(self.modules)
+        self.places: list[Place] = []
+        names: dict[int, str] = {}
+        for path, module in self.modules:
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = names.get(id(parameter))
+                    if name is None:
+                        name = canonical_name(f"{path}.{attribute}" if path else attribute)
+                        names[id(parameter)] = name
+                    self.places.append(Place(module, attribute, parameter, name))
         self.trained = tuple(each.name for each in self.places if each.parameter.requires_grad)
         return self.trained
 
@@ -106,7 +98,7 @@ def marked(placed: Sequence[Place], listener: "Capture", *, is_guarded: bool) ->
                 before = attributes.get(attribute)
                 if id(parameter) not in tracked:
                     value = parameter if before is None else before
-                    made = Tracked.of(value, (Source(name, tuple(value.shape)),), listener)
+                    made = Tracked.of(value, (Source(name),), listener)
                     is_whole = type(made.value) is Tensor or not is_dtensor(value)
                     made.is_parameter = isinstance(value, nn.Parameter) and is_whole
                     tracked[id(parameter)] = made
@@ -130,19 +122,17 @@ class Source:
 
     Attributes:
         name: The parameter's canonical name; a tied one has one.
-        shape: The parameter's shape.
         back: Turns a record of the tensor into one of the parameter; None where they are the same.
     """
 
     name: str
-    shape: tuple[int, ...]
     back: Back | None = None
 
     def through(self, step: Back) -> "Source":
         """The source of something made of the tensor; `step` leads back to the tensor."""
         before = self.back
         back = step if before is None else lambda record: before(step(record))
-        return Source(self.name, self.shape, back)
+        return Source(self.name, back)
 
 
 class Tracked(Tensor):
@@ -171,6 +161,11 @@ class Tracked(Tensor):
             tracked.register_hook(partial(refuse_gradient, tracked.of_parameters[0]))
         return tracked
 
+    def through(self, step: Back, value: Tensor) -> "Tracked":
+        """Mark something made of this tensor; `step` leads a record of it back to one of this."""
+        sources = tuple(source.through(step) for source in self.sources)
+        return Tracked.of(value, sources, self.listener)
+
     # --- what parallel plans ask distributed tensors ---------------------------------------------
 
     @property
@@ -194,8 +189,7 @@ class Tracked(Tensor):
             shape=tuple(before.shape),
             mesh=before.device_mesh,
         )
-        sources = tuple(source.through(step) for source in self.sources)
-        return Tracked.of(after, sources, self.listener)
+        return self.through(step, after)
 
     def to_local(self, **kwargs: Any) -> "Tracked":
         """This rank's part, as a tensor of its own; its records are those of the part."""
@@ -245,15 +239,16 @@ def plain(value: Any) -> Any:
     return value.value if type(value) is Tracked else value
 
 
-def all_plain(value: Any) -> Any:
-    """`plain` on everything in nested lists, tuples and dictionaries."""
-    if type(value) is Tracked:
-        return value.value
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """A function on everything in nested lists, tuples and dictionaries."""
     if isinstance(value, list | tuple):
-        return like(value, [all_plain(item) for item in value])
+        return like(value, [mapped(function, item) for item in value])
     if isinstance(value, dict):
-        return {key: all_plain(item) for key, item in value.items()}
-    return value
+        return {key: mapped(function, item) for key, item in value.items()}
+    return function(value)
+
+
+all_plain = partial(mapped, plain)
 
 
 def like(value: Any, items: list[Any]) -> Any:
@@ -263,28 +258,15 @@ def like(value: Any, items: list[Any]) -> Any:
 
 # They give the values up on purpose, or read none: what comes out is not followed.
 UNFOLLOWED = {
-    Tensor.detach,
-    torch.detach,
-    Tensor.data.__get__,  # type: ignore[attr-defined]
-    torch.zeros_like,
-    torch.ones_like,
-    torch.empty_like,
-    Tensor.new_zeros,
-    Tensor.new_ones,
-    Tensor.new_empty,
-    Tensor.new_tensor,
+    *(Tensor.detach, torch.detach, Tensor.data.__get__),  # type: ignore[attr-defined]
+    *(torch.zeros_like, torch.ones_like, torch.empty_like),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_tensor),
 }
 
 # Questions about the tensor itself, asked often.
 FACTS = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.stride,
-    Tensor.is_contiguous,
-    Tensor.is_floating_point,
-    torch.is_floating_point,
-    Tensor.__len__,
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__),
+    *(Tensor.is_contiguous, Tensor.is_floating_point, torch.is_floating_point),
     *(
         getattr(Tensor, name).__get__
         for name in (

@@ -131,15 +131,11 @@ def tensors_of(record: Record | Streamed) -> tuple[Tensor, ...]:
             return (record.g,)
         case Dense():
             return (record.value,)
-        case _:
-            raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
 
 
 def num_terms(record: Record | Streamed) -> int:
     """Return how many terms one sample's gradient is a sum of: its tokens, 1 for `Dense`."""
-    if isinstance(record, Dense):
-        return 1
-    return (record.ids if isinstance(record, Lookup) else record.a).shape[1]
+    return 1 if isinstance(record, Dense) else tensors_of(record)[0].shape[1]
 
 
 def matrix_shapes(records: Sequence[Record | Streamed]) -> set[tuple[int, int]]:
@@ -281,10 +277,6 @@ class Grid(NamedTuple):
 
     spacing: float | Tensor
     dtype: torch.dtype = torch.int32
-
-    def values(self, integers: Tensor) -> Tensor:
-        """Return what integers stand for, float64, exactly."""
-        return integers.double() * self.spacing
 
     def weights(self, coefficients: Tensor) -> Tensor:
         """Return coefficients of shares counted in spacings, float32: a shift of exponents."""
@@ -508,27 +500,17 @@ class Coefficients:
         return (~self.is_finite).sum()
 
 
-@dataclass(frozen=True, eq=False)
-class GroupCoefficients:
-    """Coefficients per group of parameters.
-
-    Attributes:
-        values: {group: [batch]}; a sample that is not finite in one group is 0 in all.
-        is_finite: Which samples are, in all groups [batch].
-        sensitivity: √(Σ C_k²), rounded up: the norm that no sample exceeds over all groups.
-    """
-
-    values: dict[str, Tensor]
-    is_finite: Tensor
-    sensitivity: float
-
-    @property
-    def num_dropped(self) -> Tensor:
-        """As in `Coefficients`."""
-        return (~self.is_finite).sum()
-
-
 Rule = Callable[[SampleNorms, float], Coefficients]
+
+
+def _upper(norms: SampleNorms, max_norm: float) -> tuple[Tensor, Tensor]:
+    """Return upper bounds of what samples add, and which samples are finite [batch]."""
+    check.positive(max_norm=max_norm)
+    if max_norm < SMALLEST_MAX_NORM:
+        raise BadInput(f"max_norm must be at least {SMALLEST_MAX_NORM}, found {max_norm}")
+    # A maximum with NaN is NaN, and no NaN is below infinity: four launches, and not nine.
+    is_finite = norms.squared.abs().maximum(norms.upper.abs()) < math.inf
+    return norms.upper.sqrt() * _MARGIN, is_finite
 
 
 def flat(norms: SampleNorms, max_norm: float) -> Coefficients:
@@ -549,9 +531,7 @@ def flat(norms: SampleNorms, max_norm: float) -> Coefficients:
     | N > C                             | C / N       |
     | NaN or infinity in any record     | 0, counted  |
     """
-    _check_max_norm(max_norm)
-    upper = norms.upper.sqrt() * _MARGIN  # [batch]
-    is_finite = _is_finite(norms)
+    upper, is_finite = _upper(norms, max_norm)
     return Coefficients((max_norm / upper.clamp(min=max_norm)).where(is_finite, 0.0), is_finite)
 
 
@@ -566,10 +546,8 @@ def automatic(norms: SampleNorms, max_norm: float, gamma: float = 0.01) -> Coeff
         max_norm: C, the bound.
         gamma: γ, which keeps small gradients apart from large ones.
     """
-    _check_max_norm(max_norm)
     check.positive(gamma=gamma)
-    upper = norms.upper.sqrt() * _MARGIN  # [batch]
-    is_finite = _is_finite(norms)
+    upper, is_finite = _upper(norms, max_norm)
     return Coefficients((max_norm / (upper + gamma)).where(is_finite, 0.0), is_finite)
 
 
@@ -578,11 +556,12 @@ RULES: dict[str, Rule] = {"flat": flat, "automatic": automatic}
 
 def per_group(
     norms: Mapping[str, SampleNorms], max_norms: Mapping[str, float], rule: Rule = flat
-) -> GroupCoefficients:
+) -> dict[str, Coefficients]:
     """Clip every group of parameters to its own bound C_k.
 
     Guarantees:
-        A sample adds at most √(Σ C_k²) over all groups: the returned `sensitivity`.
+        A sample adds at most √(Σ C_k²) over all groups: `total_sensitivity`. One that is not finite
+        in one group is 0 in all.
 
     Args:
         norms: Bounded norms per group, each summed over the group's parameters.
@@ -594,11 +573,12 @@ def per_group(
             f"expected one bound per group, found groups {sorted(norms)} and bounds for "
             f"{sorted(max_norms)}"
         )
-    is_finite = torch.stack([_is_finite(norms[group]) for group in norms]).all(0)  # [batch]
-    values = {
-        group: rule(norms[group], max_norms[group]).values.where(is_finite, 0.0) for group in norms
+    found = {group: rule(norms[group], max_norms[group]) for group in norms}
+    is_finite = torch.stack([each.is_finite for each in found.values()]).all(0)  # [batch]
+    return {
+        group: Coefficients(each.values.where(is_finite, 0.0), is_finite)
+        for group, each in found.items()
     }
-    return GroupCoefficients(values, is_finite, total_sensitivity(max_norms))
 
 
 def per_layer(
@@ -606,7 +586,7 @@ def per_layer(
     max_norm: float,
     rule: Rule = flat,
     num_parameters: int | None = None,
-) -> GroupCoefficients:
+) -> dict[str, Coefficients]:
     """Clip every parameter to C / √L, so that a sample adds at most C over all L of them.
 
     Args:
@@ -615,7 +595,7 @@ def per_layer(
         rule: How each is clipped.
         num_parameters: L, if there are others that the batch did not use.
     """
-    _check_max_norm(max_norm)
+    check.positive(max_norm=max_norm)
     count = len(norms) if num_parameters is None else num_parameters
     bound = max_norm / math.sqrt(max(1, count)) * (1 - 2.0**-48)  # rounded down
     return per_group(norms, dict.fromkeys(norms, bound), rule)
@@ -628,14 +608,3 @@ def total_sensitivity(max_norms: Mapping[str, float]) -> float:
     True
     """
     return math.sqrt(math.fsum(bound**2 for bound in max_norms.values())) * (1 + 2.0**-51)
-
-
-def _check_max_norm(max_norm: float) -> None:
-    check.positive(max_norm=max_norm)
-    if max_norm < SMALLEST_MAX_NORM:
-        raise BadInput(f"max_norm must be at least {SMALLEST_MAX_NORM}, found {max_norm}")
-
-
-def _is_finite(norms: SampleNorms) -> Tensor:  # [batch]
-    # A maximum with NaN is NaN, and no NaN is below infinity: four launches, and not nine.
-    return norms.squared.abs().maximum(norms.upper.abs()) < math.inf

@@ -43,7 +43,6 @@ from unison.clip.costs import (
     FACTORS,
     FORWARD,
     KEPT,
-    MACHINES,
     PLAIN_RECORDS,
     RECORDS,
     WAITING,
@@ -54,7 +53,7 @@ from unison.clip.costs import (
     waits,
 )
 from unison.clip.measured import Factors, can_wait
-from unison.clip.norms import NORM_METHODS, from_records, measure
+from unison.clip.norms import NORM_METHODS, from_records, measure, refusal
 from unison.kernels import multi_tensor
 from unison.kernels.available import has_triton, on_device_of, plain_arithmetic
 from unison.ops import Product, Record
@@ -74,66 +73,6 @@ def cache_folder() -> Path:
         return Path(named)
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "unison"
-
-
-class CostFile:
-    """One file for one GPU and set of versions.
-
-    Args:
-        folder: Where it lies; made when something is written.
-        made_by: What seconds depend on beside shapes: another value is another file.
-    """
-
-    def __init__(self, folder: Path, made_by: Mapping[str, str]) -> None:
-        self.made_by = dict(made_by)
-        digest = sha256(json.dumps(self.made_by, sort_keys=True).encode()).hexdigest()
-        self.path = folder / f"clipping-costs-{digest[:16]}.json"
-
-    def read(self) -> Seconds:
-        """Return what the file holds: nothing, if there is none or it cannot be used."""
-        try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-            if content["format"] != FORMAT or content["made_by"] != self.made_by:
-                raise ValueError(f"made by {content['made_by']}, expected {self.made_by}")
-            found: Seconds = {}
-            for kind, parts in content["seconds"].items():
-                found[kind] = {str(part): float(value) for part, value in parts.items()}
-                if not all(math.isfinite(value) and value > 0 for value in found[kind].values()):
-                    raise ValueError(f"seconds of {kind!r}: {parts}")
-        except FileNotFoundError:
-            return {}
-        except (OSError, UnicodeDecodeError) as error:
-            self._warn(f"cannot be read ({error})")
-            return {}
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            self._warn(f"is not what was written ({type(error).__name__}: {error})")
-            return {}
-        return found
-
-    def add(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
-        """Add kinds of layers to the file; what another process has added meanwhile stays."""
-        known = self.read() | {kind: dict(each) for kind, each in seconds.items()}
-        content = {"format": FORMAT, "made_by": self.made_by, "seconds": known}
-        written: str | None = None
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            # A reader sees the old file or the new one, and never a part of it.
-            handle, written = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1, sort_keys=True)
-            os.replace(written, self.path)
-        except OSError as error:
-            if written is not None:
-                Path(written).unlink(missing_ok=True)
-            self._warn(f"cannot be written ({error}): methods are timed again in the next run")
-
-    def _warn(self, what: str) -> None:
-        warnings.warn(
-            f"the cache of clipping costs {self.path} {what}. It is not used; "
-            f"{FOLDER_VARIABLE} names another folder",
-            RuntimeWarning,
-            stacklevel=4,
-        )
 
 
 Run = Callable[[], object]
@@ -248,11 +187,9 @@ def num_bytes(layer: LayerShape) -> int:
 def wanted_parts(layer: LayerShape) -> list[str]:
     """Return the parts of all choices that take this layer, without those that are hopeless."""
     records, costs = layer.records(), method_costs(layer, "cuda")
-    choices = [each for each in CHOICES if NORM_METHODS[each.norm].refusal(records) is None]
+    choices = [each for each in CHOICES if refusal(each.norm, records) is None]
     parts = dict.fromkeys(part for each in choices for part in parts_of(layer, each))
-    predicted = {
-        part: costs[part].seconds(MACHINES["cuda"]) for part in parts if part in NORM_METHODS
-    }
+    predicted = {part: costs[part].seconds("cuda") for part in parts if part in NORM_METHODS}
     slowest = max(_HOPELESS_SECONDS, _HOPELESS_FACTOR * min(predicted.values()))
     predicted |= dict.fromkeys((FACTOR_NORMS, FACTORS), predicted.get("gram", 0.0))
     return [part for part in parts if predicted.get(part, 0.0) <= slowest]
@@ -370,13 +307,22 @@ class Calibration:
     Args:
         device: The device's name.
         time_layer: Times the parts of one layer.
-        file: Where to keep what was found; None keeps nothing.
+        folder: Where the file lies, made when something is written; None keeps nothing.
+        made_by: What seconds depend on beside shapes: another value is another file.
     """
 
-    def __init__(self, device: str, time_layer: TimeLayer, file: CostFile | None = None) -> None:
-        self.device = device
-        self._time_layer, self._file = time_layer, file
-        self._known = {} if file is None else file.read()
+    def __init__(
+        self,
+        device: str,
+        time_layer: TimeLayer,
+        folder: Path | None = None,
+        made_by: Mapping[str, str] | None = None,
+    ) -> None:
+        self.device, self.made_by = device, dict(made_by or {})
+        self._time_layer = time_layer
+        digest = sha256(json.dumps(self.made_by, sort_keys=True).encode()).hexdigest()
+        self.path = None if folder is None else folder / f"clipping-costs-{digest[:16]}.json"
+        self._known = self.read()
 
     def of(self, layer: LayerShape) -> Mapping[str, float] | None:
         """Return seconds by part for a batch of this layer; None if it was not timed."""
@@ -389,10 +335,56 @@ class Calibration:
             if found is None:
                 return None
             self._known[kind] = found
-            if self._file is not None:
-                self._file.add({kind: found})
+            self.add({kind: found})
         share = layer.batch / timed.batch
         return {part: share * seconds for part, seconds in self._known[kind].items()}
+
+    def read(self) -> Seconds:
+        """Return what the file holds: nothing, if there is none or it cannot be used."""
+        found: Seconds = {}
+        if self.path is None:
+            return found
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT or content["made_by"] != self.made_by:
+                raise ValueError(f"made by {content['made_by']}, expected {self.made_by}")
+            for kind, parts in content["seconds"].items():
+                found[kind] = {str(part): float(value) for part, value in parts.items()}
+                if not all(math.isfinite(value) and value > 0 for value in found[kind].values()):
+                    raise ValueError(f"seconds of {kind!r}: {parts}")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            self._warn(f"cannot be read ({type(error).__name__}: {error})")
+            return {}
+        return found
+
+    def add(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
+        """Add kinds of layers to the file; what another process has added meanwhile stays."""
+        if self.path is None:
+            return
+        known = self.read() | {kind: dict(each) for kind, each in seconds.items()}
+        content = {"format": FORMAT, "made_by": self.made_by, "seconds": known}
+        written: str | None = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # A reader sees the old file or the new one, and never a part of it.
+            handle, written = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1, sort_keys=True)
+            os.replace(written, self.path)
+        except OSError as error:
+            if written is not None:
+                Path(written).unlink(missing_ok=True)
+            self._warn(f"cannot be written ({error}): methods are timed again in the next run")
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(
+            f"the cache of clipping costs {self.path} {what}. It is not used; "
+            f"{FOLDER_VARIABLE} names another folder",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def kind_of(layer: LayerShape) -> str:
@@ -426,7 +418,7 @@ def _of_gpu(index: int) -> Calibration:
     capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
     made_by = {"gpu": name, "capability": capability, **versions()}
     watch = Stopwatch(torch.device("cuda", index))
-    return Calibration(name, watch.time_layer, CostFile(cache_folder(), made_by))
+    return Calibration(name, watch.time_layer, cache_folder(), made_by)
 
 
 def versions() -> dict[str, str]:

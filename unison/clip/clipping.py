@@ -12,13 +12,7 @@ from unison.clip import measured
 from unison.clip.bounds import Grid, NormTable, SampleNorms, is_taken, num_terms, tensors_of
 from unison.clip.costs import KINDS, Choice, describe
 from unison.clip.measured import Factors
-from unison.clip.norms import (
-    NORM_METHODS,
-    add_clipped,
-    from_records,
-    measure,
-    needed_to_keep,
-)
+from unison.clip.norms import add_clipped, from_records, measure, needed_to_keep
 from unison.clip.plan import LayerPlan, Plan
 from unison.errors import UnsupportedOperation
 from unison.kernels import factored
@@ -52,10 +46,6 @@ class Storage:
         """Keep a tensor for the next batch."""
         if machine_of(tensor.device) == "cpu":
             self._free[name, tensor.numel(), tensor.dtype] = tensor
-
-    def clear(self) -> None:
-        """Give the memory up."""
-        self._free.clear()
 
 
 @dataclass(eq=False)
@@ -185,7 +175,7 @@ class Clipping:
         planned = parameter.planned
         if self._coefficients is None and planned is not None and planned.kinds is not None:
             choice = planned.chosen.choice
-            if NORM_METHODS[choice.norm].is_kept:
+            if choice.is_kept:
                 return Dense(measured.form(record), is_ours=True)
             if choice.gradient == "records" and is_taken([record]):
                 record.finish()
@@ -197,18 +187,18 @@ class Clipping:
     def _measure(self, parameter: UsedParameter) -> None:
         records: Sequence[Record] = parameter.records
         choice = parameter.choice = self._choice_for(parameter)
-        is_kept = NORM_METHODS[choice.norm].is_kept
         parameter.is_fast = choice.norm in measured.METHODS and is_taken(records)
         if not parameter.is_fast:
             lent = None
-            needed = needed_to_keep(records) if is_kept and parameter.lent is None else None
+            needs_memory = choice.is_kept and parameter.lent is None
+            needed = needed_to_keep(records) if needs_memory else None
             if needed is not None:  # else the records are in storage already
                 device = tensors_of(records[0])[0].device
                 lent = parameter.lent = self._storage.lend(parameter.name, *needed, device)
             parameter.norms, records = measure(records, choice.norm, lent)
         elif measured.can_wait(records, choice):
             parameter.factors = Factors.of(cast(Product, records[0]))
-        elif is_kept:
+        elif choice.is_kept:
             records = [Dense(measured.materialize(records))]
         else:
             parameter.norms = measured.squared_norms(records, choice.norm)
@@ -234,7 +224,7 @@ class Clipping:
             # Code may cut a batch to its longest row: tokens differ where shapes of inputs do not.
             found = sorted((KINDS[type(each)], num_terms(each)) for each in records)
             # Compiled passes multiply products out themselves.
-            is_formed = found == [("dense", 1)] and NORM_METHODS[choice.norm].is_kept
+            is_formed = found == [("dense", 1)] and choice.is_kept
             if found == planned.kinds or is_formed:
                 return choice
         return self.plan.choice_for(describe(parameter.name, records))

@@ -79,12 +79,17 @@ class Choice:
     @cached_property
     def num_backwards(self) -> int:
         """Backward passes of the whole model."""
-        return GRADIENT_METHODS[self.gradient].num_backwards
+        return GRADIENT_METHODS[self.gradient][0]
 
     @cached_property
     def num_forwards(self) -> int:
         """Forward passes of the whole model."""
-        return GRADIENT_METHODS[self.gradient].num_forwards
+        return GRADIENT_METHODS[self.gradient][1]
+
+    @cached_property
+    def is_kept(self) -> bool:
+        """Whether per-sample gradients are formed and kept."""
+        return self.gradient == "kept"
 
 
 # A norm method that forms per-sample gradients goes with the gradient method that uses them.
@@ -92,7 +97,7 @@ CHOICES: tuple[Choice, ...] = tuple(
     Choice(norm, gradient)
     for norm in NORM_METHODS
     for gradient in GRADIENT_METHODS
-    if NORM_METHODS[norm].is_kept == GRADIENT_METHODS[gradient].needs_kept
+    if (norm == "materialize") == (gradient == "kept")
 )
 
 AUTO = "auto"
@@ -299,35 +304,15 @@ def with_shared_inputs(
 # --- costs ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Sustained rates of a kind of machine, as plain-torch methods see them.
-
-    Attributes:
-        name: As in `MACHINES`.
-        native_flops: FLOP/s of float32 GEMMs; on a CPU halves are multiplied as float32 too.
-        double_flops: FLOP/s of float64 GEMMs, in which plain torch accumulates norms and sums.
-        bandwidth: Bytes per second to and from memory.
-        half_flops: FLOP/s of bfloat16 GEMMs, where kernels multiply halves as such.
-    """
-
-    name: str
-    native_flops: float
-    double_flops: float
-    bandwidth: float
-    half_flops: float = 1.0
-
-
-# Rough on purpose: the choice changes only where two methods cost nearly the same. A few cores with
-# AVX-512; a data-centre GPU, whose float32 (not TF32) and float64 rates are about equal.
-MACHINES: dict[str, Machine] = {
-    machine.name: machine
-    for machine in (
-        Machine(name="cpu", native_flops=1.6e11, double_flops=0.8e11, bandwidth=1.5e10),
-        Machine(
-            name="cuda", native_flops=5e13, double_flops=5e13, bandwidth=3.5e12, half_flops=6e14
-        ),
-    )
+# Sustained rates per second of what a `Cost` counts. Rough on purpose: the choice changes only
+# where two methods cost nearly the same. A few cores with AVX-512; a data-centre GPU, whose float32
+# (not TF32) and float64 rates are about equal, and where alone halves are multiplied as such.
+MACHINES: dict[str, dict[str, float]] = {
+    "cpu": {"native_flops": 1.6e11, "double_flops": 0.8e11, "moved_bytes": 1.5e10},
+    "cuda": {
+        **{"native_flops": 5e13, "double_flops": 5e13, "half_flops": 6e14},
+        "moved_bytes": 3.5e12,
+    },
 }
 
 # A second pass runs attention, norms and elementwise operations again too, which cost more backward
@@ -377,24 +362,15 @@ class Cost:
         """All FLOPs."""
         return self.native_flops + self.double_flops + self.half_flops
 
-    def seconds(self, machine: Machine) -> float:
+    def seconds(self, machine: str) -> float:
         """Return the estimated time: arithmetic and memory one after the other."""
-        return (
-            self.native_flops / machine.native_flops
-            + self.double_flops / machine.double_flops
-            + self.half_flops / machine.half_flops
-            + self.moved_bytes / machine.bandwidth
-        )
+        return sum(getattr(self, what) / rate for what, rate in MACHINES[machine].items())
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            native_flops=self.native_flops + other.native_flops,
-            double_flops=self.double_flops + other.double_flops,
-            half_flops=self.half_flops + other.half_flops,
-            moved_bytes=self.moved_bytes + other.moved_bytes,
-            kept_bytes=self.kept_bytes + other.kept_bytes,
-            transient_bytes=max(self.transient_bytes, other.transient_bytes),
-        )
+        names = [each.name for each in fields(self)]
+        found = {name: getattr(self, name) + getattr(other, name) for name in names}
+        found["transient_bytes"] = max(self.transient_bytes, other.transient_bytes)
+        return Cost(**found)
 
 
 def waits(layer: LayerShape) -> bool:
@@ -603,5 +579,5 @@ def timed_seconds(layer: LayerShape, choice: Choice, timed: Mapping[str, float])
         return None
     total = sum(count * timed[name] for name, count in parts.items())
     if choice.gradient == "recomputed":  # fingerprints are not timed
-        total += fingerprint_bytes(layer) / MACHINES["cuda"].bandwidth
+        total += fingerprint_bytes(layer) / MACHINES["cuda"]["moved_bytes"]
     return total

@@ -21,12 +21,12 @@ from unison import check
 from unison.capture import (
     AxisTable,
     Capture,
-    RngAutocastState,
     batch_size_of,
     check_samples_apart,
     generators_kept,
     learn_rows,
     resized,
+    rng_autocast_state,
     state_kept,
 )
 from unison.capture.recompute import SavedBytes
@@ -236,7 +236,7 @@ def clipped_gradients(
         has_one_backward=plan.num_forwards == plan.num_backwards == 1,
     )
     with capture.installed(), torch.enable_grad():
-        surroundings = RngAutocastState.here(model, batch)
+        surroundings = rng_autocast_state(model, batch)
         with capture.following(batch):
             losses = per_sample_loss(model, batch)
         if losses.shape != (size,):

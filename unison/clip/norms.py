@@ -27,8 +27,6 @@ per-sample gradient is formed.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -193,24 +191,6 @@ def _without_padding(lookup: Lookup, tokens: slice) -> Tensor:
     return lookup.g[:, tokens].double().masked_fill(is_padding, 0.0)
 
 
-@dataclass(frozen=True)
-class NormMethod:
-    """One way to compute per-sample squared norms of one parameter; see `measure`.
-
-    Attributes:
-        squared_norms: Records to ‖Σ_uses gradient_b‖² [batch], float64; None if it `is_kept`.
-        refusal: Says why it cannot take some records, or None if it can.
-    """
-
-    squared_norms: Callable[[Sequence[Record]], Tensor] | None = None
-    refusal: Callable[[Sequence[Record]], str | None] = lambda records: None
-
-    @cached_property
-    def is_kept(self) -> bool:
-        """Whether it forms per-sample gradients, from which the clipped sum must be taken."""
-        return self.squared_norms is None
-
-
 def measure(
     records: Sequence[Record], method: str, out: Tensor | None = None
 ) -> tuple[SampleNorms, Sequence[Record]]:
@@ -229,15 +209,14 @@ def measure(
     """
     check.one_of(NORM_METHODS, method=method)
     check_records(records)
-    found = NORM_METHODS[method]
-    why = found.refusal(records)
+    why, squared_norms_of = refusal(method, records), NORM_METHODS[method]
     if why is not None:
         raise UnsupportedOperation(f"norm method {method!r} cannot be used here: {why}")
-    if found.squared_norms is None:
+    if squared_norms_of is None:
         value, squared = materialize(records, out)
         records = [Dense(value)]
     else:
-        squared = found.squared_norms(records)
+        squared = squared_norms_of(records)
     return bounded(records, squared), records
 
 
@@ -355,32 +334,29 @@ def _add_rows(tile: Tensor, record: Record, rows: slice) -> None:
             columns = tile.shape[2]
             num_rows = math.prod(record.shape) // max(1, columns)
             tile += value.reshape(len(value), num_rows, columns)[:, rows]
-        case _:
-            raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
 
 
-def _needs_one_matrix(records: Sequence[Record]) -> str | None:
-    found = sorted(matrix_shapes(records))
-    if len(found) > 1:
-        return f"uses see the parameter as matrices of different shapes {found}; use 'materialize'"
-    return None
-
-
-def _needs_one_token(records: Sequence[Record]) -> str | None:
-    if len(records) != 1 or not isinstance(records[0], Product):
-        kinds = [type(record).__name__ for record in records]
-        return f"it needs one Product, found {kinds}; use 'gram'"
-    if records[0].a.shape[1] != 1:
-        return f"it needs one token per sample, found {records[0].a.shape[1]}; use 'gram'"
-    return None
-
-
-NORM_METHODS: dict[str, NormMethod] = {
-    "gram": NormMethod(gram_squared_norms, _needs_one_matrix),
-    "tile": NormMethod(tile_squared_norms, _needs_one_matrix),
-    "materialize": NormMethod(),
-    "rank_one": NormMethod(rank_one_squared_norms, _needs_one_token),
+NORM_METHODS: dict[str, Callable[[Sequence[Record]], Tensor] | None] = {
+    "gram": gram_squared_norms,
+    "tile": tile_squared_norms,
+    "materialize": None,  # forms per-sample gradients, from which the clipped sum must be taken
+    "rank_one": rank_one_squared_norms,
 }
+"""Records of one parameter to ‖Σ_uses gradient_b‖² [batch], float64; see `measure`."""
+
+
+def refusal(method: str, records: Sequence[Record]) -> str | None:
+    """Return why a norm method cannot take some records; None if it can."""
+    if method == "rank_one":
+        if len(records) != 1 or not isinstance(records[0], Product):
+            kinds = [type(record).__name__ for record in records]
+            return f"it needs one Product, found {kinds}; use 'gram'"
+        if records[0].a.shape[1] != 1:
+            return f"it needs one token per sample, found {records[0].a.shape[1]}; use 'gram'"
+    shapes = sorted(matrix_shapes(records))
+    if len(shapes) > 1 and method != "materialize":
+        return f"uses see the parameter as matrices of different shapes {shapes}; use 'materialize'"
+    return None
 
 
 # --- clipped sums ---------------------------------------------------------------------------------
@@ -408,7 +384,7 @@ def from_records(records: Sequence[Record], coefficients: Tensor, shape: tuple[i
         return _of_dense(records[0], coefficients).view(shape)
     total = torch.zeros(shape, dtype=torch.float64, device=tensors_of(records[0])[0].device)
     for record in records:
-        _add(total, record, coefficients)
+        add_clipped(total, record, coefficients)
     return total
 
 
@@ -418,10 +394,6 @@ def add_clipped(total: Tensor, record: Record, coefficients: Tensor) -> None:
     For uses that come one by one.
     """
     check_records([record], coefficients)
-    _add(total, record, coefficients)
-
-
-def _add(total: Tensor, record: Record, coefficients: Tensor) -> None:
     if tuple(total.shape) != record.shape or total.dtype != torch.float64:
         raise BadInput(
             f"expected a float64 total of shape {list(record.shape)}, found {total.dtype} "
@@ -436,8 +408,6 @@ def _add(total: Tensor, record: Record, coefficients: Tensor) -> None:
                 _add_lookup(total, record, coefficients)
             case Dense():
                 total.view(-1).add_(_of_dense(record, coefficients))
-            case _:
-                raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
 
 
 def _of_dense(dense: Dense, coefficients: Tensor) -> Tensor:  # [numel], float64
@@ -485,28 +455,11 @@ def _selected(x: Tensor, coefficients: Tensor) -> Tensor:
     return wide.masked_fill_(is_out.view(-1, *[1] * (x.ndim - 1)), 0.0)
 
 
-@dataclass(frozen=True)
-class GradientMethod:
-    """Where the clipped sum comes from.
-
-    Attributes:
-        needs_kept: Whether it takes the per-sample gradients that the norm method has formed.
-        num_backwards: Backward passes of the whole model: a second one makes the records anew
-            instead of keeping them.
-        num_forwards: Forward passes of the whole model: a second one makes anew what went into the
-            products, instead of keeping it.
-    """
-
-    needs_kept: bool = False
-    num_backwards: int = 1
-    num_forwards: int = 1
-
-
-# The records of a second pass, forward or backward, are used as they come and dropped, layer after
-# layer.
-GRADIENT_METHODS: dict[str, GradientMethod] = {
-    "kept": GradientMethod(needs_kept=True),
-    "records": GradientMethod(),
-    "recomputed": GradientMethod(num_forwards=2),
-    "second_backward": GradientMethod(num_backwards=2),
+# Where the clipped sum comes from, and the backward and forward passes of the whole model that it
+# takes. The records of a second pass are used as they come and dropped, layer after layer.
+GRADIENT_METHODS: dict[str, tuple[int, int]] = {
+    "kept": (1, 1),  # from the per-sample gradients that the norm method has formed
+    "records": (1, 1),
+    "recomputed": (1, 2),  # makes anew what went into the products, instead of keeping it
+    "second_backward": (2, 1),  # makes the records anew
 }

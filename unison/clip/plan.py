@@ -61,7 +61,7 @@ from unison.clip.costs import (
     method_costs,
     timed_seconds,
 )
-from unison.clip.norms import NORM_METHODS
+from unison.clip.norms import GRADIENT_METHODS, refusal
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.schema import build, parse
@@ -98,7 +98,7 @@ class Alternative:
     @property
     def passes(self) -> tuple[int, int]:
         """Backward and forward passes of the whole model."""
-        return self.choice.num_backwards, self.choice.num_forwards
+        return GRADIENT_METHODS[self.choice.gradient]
 
 
 def alternatives_of(
@@ -115,16 +115,16 @@ def alternatives_of(
     Returns:
         The alternatives, and the layer's share of a forward pass in seconds.
     """
-    records, costs, rates = layer.records(), method_costs(layer, machine), MACHINES[machine]
+    records, costs = layer.records(), method_costs(layer, machine)
     found = []
     for choice in CHOICES:
-        if NORM_METHODS[choice.norm].refusal(records) is None:
+        if refusal(choice.norm, records) is None:
             cost = choice_cost(layer, choice, machine, costs)
             measured = None if timed is None else timed_seconds(layer, choice, timed)
-            seconds = cost.seconds(rates)
+            seconds = cost.seconds(machine)
             found.append(Alternative(choice=choice, cost=cost, seconds=seconds, measured=measured))
     is_left = timed is not None
-    forward = costs["forward"].seconds(rates)
+    forward = costs["forward"].seconds(machine)
     if timed is not None and FORWARD in timed:
         forward = FORWARD_OVERHEAD * timed[FORWARD]
     return sorted(
@@ -142,7 +142,7 @@ def named(layer: LayerShape, options: Sequence[Alternative], mode: str) -> Alter
     for option in options:
         if option.choice == MODES[mode]:
             return option
-    why = NORM_METHODS[MODES[mode].norm].refusal(layer.records())
+    why = refusal(MODES[mode].norm, layer.records())
     raise UnsupportedOperation(
         f"clipping {mode!r} cannot be used for {layer.name}: {why}; clipping 'auto' can"
     )
@@ -200,7 +200,7 @@ def fastest_compiled(
     no_wait, room = [0.0] * len(layers), 0
     for i, layer in enumerate(layers):
         is_mixed = len({use.kind for use in layer.uses}) > 1
-        kept = [a for a in once[i] if NORM_METHODS[a.choice.norm].is_kept]
+        kept = [a for a in once[i] if a.choice.is_kept]
         if is_mixed and kept:
             once[i] = kept
         least = min(a.cost.kept_bytes for a in once[i])
@@ -424,7 +424,7 @@ class Plan:
     @cached_property
     def factored(self) -> frozenset[str]:
         """The layers whose per-sample gradients are not multiplied out to be kept."""
-        found = [each for each in self.layers if not NORM_METHODS[each.chosen.choice.norm].is_kept]
+        found = [each for each in self.layers if not each.chosen.choice.is_kept]
         return frozenset(each.layer.name for each in found)
 
     def choice(self, name: str) -> Choice:

@@ -20,7 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from unison.capture import AxisTable, Capture, RngAutocastState, batch_size_of, learn_axes, resized
+from unison.capture import (
+    AxisTable,
+    Capture,
+    RngAutocastState,
+    batch_size_of,
+    learn_axes,
+    resized,
+    rng_autocast_state,
+)
 from unison.capture.compiled_forward import CapturedPasses
 from unison.errors import UnsupportedOperation
 from unison.kernels.available import wide_dtype
@@ -90,7 +98,7 @@ class PassRecorder:
         if is_ours and torch.is_grad_enabled() and self._is_wanted():
             refuse_private(dict(module.named_parameters()))
             self.backend = backend_of_caller()
-            self._surroundings = RngAutocastState.here(module)
+            self._surroundings = rng_autocast_state(module)
             draws = draws_of_pass((args, kwargs))
             self._draws = draws and (draws, draws.state())
 
@@ -278,7 +286,7 @@ class Collector:
             has_rows: Whether the rows are those of the pass, which have numbers of their own.
         """
         draws, state = each.draws if each.draws is not None and has_rows else (None, None)
-        with each.surroundings.restored(), drawing_again(draws, state), _buffers_kept(self._module):
+        with each.surroundings(), drawing_again(draws, state), _buffers_kept(self._module):
             yield
 
     def _capture(self, rows: int, inputs: Any, on_record: Any) -> Capture:

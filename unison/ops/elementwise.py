@@ -14,7 +14,7 @@ from torch import Tensor
 from unison.errors import UnsupportedOperation
 from unison.ops.linear import of_bias
 from unison.ops.records import Dense, Layout, wide
-from unison.ops.registry import Rule, Tap, rule
+from unison.ops.registry import Builder, Rule, Tap, rule
 
 
 def of_factor(layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -> Dense:
@@ -32,55 +32,43 @@ def of_divisor(layout: Layout, g: Tensor, x: Tensor, w: Tensor, *, shape: tuple[
     return Dense(layout.reduced(-wide(g) * x / (w * w), shape))
 
 
-def _operands(tap: Tap, left: Any, right: Any) -> tuple[Any, Any] | None:
-    """The plain tensor and the parameter; None if both are parameters, or one is a number."""
-    x, w = (right, left) if tap.tracks(left) else (left, right)
-    return None if tap.tracks(x) or not isinstance(x, Tensor) else (x, w)
+def binary(
+    function: Callable[..., Tensor],
+    of_left: Builder | None,
+    of_right: Builder,
+    num_saved: int = 0,
+) -> Rule:
+    """The rule of a function of two tensors, of which one is a parameter.
+
+    Args:
+        function: The torch function.
+        of_left: Makes the record of a parameter on its left; None if that has no rule.
+        of_right: Likewise on its right.
+        num_saved: How many tensors they read: the other operand, then the parameter.
+    """
+
+    def run(
+        tap: Tap, left: Any, right: Any, *, alpha: float = 1, rounding_mode: str | None = None
+    ) -> Any:
+        is_left = tap.tracks(left)
+        x, w = (right, left) if is_left else (left, right)
+        builder = of_left if is_left else of_right
+        is_plain = isinstance(x, Tensor) and not tap.tracks(x)  # neither a number nor a parameter
+        if builder is None or not is_plain or alpha != 1 or rounding_mode is not None:
+            return NotImplemented
+        y = function(tap.plain(left), tap.plain(right))
+        return tap(y, saved=(x, tap.plain(w))[:num_saved], uses=[(w, builder)])
+
+    return run
 
 
-@rule(torch.mul, torch.multiply, Tensor.mul)
-def scale(tap: Tap, left: Any, right: Any) -> Any:
-    """`x * w` in either order."""
-    operands = _operands(tap, left, right)
-    if operands is None:
-        return NotImplemented
-    x, w = operands
-    return tap(x * tap.plain(w), saved=(x,), uses=[(w, of_factor)])
-
-
-@rule(torch.add, Tensor.add)
-def shift(tap: Tap, left: Any, right: Any, *, alpha: float = 1) -> Any:
-    """`x + w` in either order."""
-    operands = _operands(tap, left, right)
-    if operands is None or alpha != 1:
-        return NotImplemented
-    x, w = operands
-    return tap(x + tap.plain(w), saved=(), uses=[(w, of_bias)])
-
-
-@rule(torch.sub, torch.subtract, Tensor.sub)
-def subtract(tap: Tap, left: Any, right: Any, *, alpha: float = 1) -> Any:
-    """`x - w` and `w - x`."""
-    operands = _operands(tap, left, right)
-    if operands is None or alpha != 1:
-        return NotImplemented
-    w = operands[1]
-    y = tap.plain(left) - tap.plain(right)
-    return tap(y, saved=(), uses=[(w, of_bias if tap.tracks(left) else of_subtracted)])
-
-
+subtract = binary(torch.sub, of_bias, of_subtracted)
+rule(torch.mul, torch.multiply, Tensor.mul)(binary(torch.mul, of_factor, of_factor, num_saved=1))
+rule(torch.add, Tensor.add)(binary(torch.add, of_bias, of_bias))
+rule(torch.sub, torch.subtract, Tensor.sub)(subtract)
+rule(torch.div, torch.true_divide, Tensor.div)(binary(torch.div, None, of_divisor, num_saved=2))
 # `x - w` as Python asks the parameter for it.
 rule(Tensor.__rsub__)(lambda tap, right, left: subtract(tap, left, right))
-
-
-@rule(torch.div, torch.true_divide, Tensor.div)
-def divide(tap: Tap, left: Any, right: Any, *, rounding_mode: str | None = None) -> Any:
-    """`x / w`."""
-    is_by_parameter = tap.tracks(right) and not tap.tracks(left) and isinstance(left, Tensor)
-    if not is_by_parameter or rounding_mode is not None:
-        return NotImplemented
-    w = tap.plain(right)
-    return tap(left / w, saved=(left, w), uses=[(right, of_divisor)])
 
 
 def of_chosen(

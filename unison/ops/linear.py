@@ -12,7 +12,7 @@ from torch import Tensor
 from unison.errors import UnsupportedOperation
 from unison.kernels.available import takes
 from unison.ops.records import Dense, Layout, Product, Record, wide
-from unison.ops.registry import Tap, rule, rule_by_name
+from unison.ops.registry import Tap, rule
 
 ALIGNED = 8  # elements that matrix units load at once
 LEAST_PADDED = 1 << 24  # of a weight, for which it pays to copy it
@@ -74,12 +74,7 @@ def linear(tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa:
     return tap(y, saved=(as_computed(input, y),), uses=uses)
 
 
-@rule(
-    torch.matmul,
-    torch.mm,
-    Tensor.matmul,
-    Tensor.mm,
-)
+@rule(torch.matmul, torch.mm, Tensor.matmul, Tensor.mm)
 def matmul(tap: Tap, left: Any, right: Any) -> Any:
     """`x @ W`, `x @ w` and `W @ x`."""
     if tap.tracks(left) and tap.tracks(right):
@@ -335,6 +330,7 @@ def _run_experts(tap: Tap, run: Any, x: Any, weight: Any, offsets: Any) -> Any:
     return tap(y, saved=(as_computed(x, y), offsets), uses=[(weight, of_experts)])
 
 
+@rule(torch._grouped_mm)
 def grouped_mm(
     tap: Tap,
     input: Any,  # noqa: A002
@@ -350,11 +346,7 @@ def grouped_mm(
     return _run_experts(tap, run, input, mat2, offs)
 
 
-if hasattr(torch, "_grouped_mm"):
-    rule(torch._grouped_mm)(grouped_mm)
-
-
-@rule_by_name("transformers::grouped_mm_fallback")
+@rule("transformers::grouped_mm_fallback")
 def grouped_mm_fallback(tap: Tap, input: Any, weight: Any, offs: Any) -> Any:  # noqa: A002
     """The same where the kernel does not run."""
     run = partial(torch.ops.transformers.grouped_mm_fallback, offs=offs)

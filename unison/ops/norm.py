@@ -90,10 +90,9 @@ def layer_norm(
     shape = list(normalized_shape)
     y = F.layer_norm(input, shape, tap.plain(weight), tap.plain(bias), eps)
     normalise = partial(F.layer_norm, normalized_shape=shape, eps=eps)
-    if len(shape) > 1:
-        gain = partial(of_gain, normalise=normalise)
-        return tap(y, saved=(input,), uses=[(weight, gain), (bias, of_offset)])
-    gain, offset = _affine(eps, normalise, is_centred=True, has_offset=tap.tracks(bias))
+    gain, offset = partial(of_gain, normalise=normalise), of_offset
+    if len(shape) == 1:
+        gain, offset = _affine(eps, normalise, is_centred=True, has_offset=tap.tracks(bias))
     return tap(y, saved=(input,), uses=[(weight, gain), (bias, offset)])
 
 
@@ -113,9 +112,9 @@ def rms_norm(
     # Where eps is left out, it is that of the dtype the operation ran in.
     used = torch.finfo(input.dtype).eps if eps is None else eps
     normalise = partial(F.rms_norm, normalized_shape=shape, eps=used)
-    if len(shape) > 1:
-        return tap(y, saved=(input,), uses=[(weight, partial(of_gain, normalise=normalise))])
-    gain, _ = _affine(used, normalise, is_centred=False, has_offset=False)
+    gain = partial(of_gain, normalise=normalise)
+    if len(shape) == 1:
+        gain, _ = _affine(used, normalise, is_centred=False, has_offset=False)
     return tap(y, saved=(input,), uses=[(weight, gain)])
 
 

@@ -111,8 +111,6 @@ def take(record: Record, samples: slice) -> Record:
             return Lookup(record.ids[samples], record.g[samples], record.shape)
         case Dense():
             return Dense(record.value[samples])
-        case _:
-            raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
 
 
 def per_sample(record: Record) -> Tensor:
@@ -131,7 +129,6 @@ def per_sample(record: Record) -> Tensor:
             places = (record.ids.clamp(min=0) + first).reshape(-1)
             flat = add_rows_(g.new_zeros(batch * rows, features), places, g)
             return flat.view(batch, *record.shape)
-    raise AssertionError(f"no rule for {record!r}")
 
 
 def add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> Tensor:

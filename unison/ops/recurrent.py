@@ -92,50 +92,8 @@ def run_layer(
     return torch.stack(outputs) if sizes is None else torch.cat(outputs), state
 
 
-def run_layers(
-    tap: Tap,
-    step: Step,
-    x: Tensor,
-    sizes: Sequence[int] | None,
-    states: State,  # each [layers * directions, batch, hidden]
-    weights: Sequence[Any],
-    is_biased: bool,
-    num_layers: int,
-    dropout: float,
-    is_training: bool,
-    is_bidirectional: bool,
-    is_batch_first: bool = False,
-) -> tuple[Tensor, ...]:
-    """Run all layers: outputs, and the last states as they came."""
-    x = x.transpose(0, 1) if is_batch_first else x  # [time, batch, features]
-    num_directions = 2 if is_bidirectional else 1
-    per_direction = len(weights) // (num_layers * num_directions)
-    last: list[State] = []
-    for layer in range(num_layers):
-        outputs = []
-        for direction in range(num_directions):
-            place = len(last)
-            output, state = run_layer(
-                tap,
-                step,
-                x,
-                sizes,
-                tuple(each[place] for each in states),
-                weights[place * per_direction : (place + 1) * per_direction],
-                is_biased=is_biased,
-                is_reversed=direction == 1,
-            )
-            outputs.append(output)
-            last.append(state)
-        x = torch.cat(outputs, dim=-1) if is_bidirectional else outputs[0]
-        if layer + 1 < num_layers:
-            x = F.dropout(x, dropout, is_training)
-    output = x.transpose(0, 1) if is_batch_first else x
-    return output, *(torch.stack(each) for each in zip(*last, strict=True))
-
-
 def network(step: Step) -> Rule:
-    """The rule of all layers at once."""
+    """The rule of all layers at once: outputs, and the last states as they came."""
 
     def run(tap: Tap, x: Any, hx: Any, *args: Any) -> Any:
         if tap.tracks(x):
@@ -143,8 +101,31 @@ def network(step: Step) -> Rule:
         sizes = None
         if isinstance(hx, Tensor) and not hx.is_floating_point():  # a packed sequence
             sizes, hx, args = hx.tolist(), args[0], args[1:]
-        states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
-        return run_layers(tap, step, x, sizes, states, *args)
+        weights, is_biased, num_layers, dropout, is_training, is_bidirectional, *rest = args
+        is_batch_first = bool(rest and rest[0])
+        states = (
+            (hx,) if isinstance(hx, Tensor) else hx
+        )  # each [layers * directions, batch, hidden]
+        x = x.transpose(0, 1) if is_batch_first else x  # [time, batch, features]
+        num_directions = 2 if is_bidirectional else 1
+        per_direction = len(weights) // (num_layers * num_directions)
+        last: list[State] = []
+        for layer in range(num_layers):
+            outputs = []
+            for direction in range(num_directions):
+                place = len(last)
+                own = weights[place * per_direction : (place + 1) * per_direction]
+                state = tuple(each[place] for each in states)
+                output, state = run_layer(
+                    tap, step, x, sizes, state, own, is_biased=is_biased, is_reversed=direction == 1
+                )
+                outputs.append(output)
+                last.append(state)
+            x = torch.cat(outputs, dim=-1) if is_bidirectional else outputs[0]
+            if layer + 1 < num_layers:
+                x = F.dropout(x, dropout, is_training)
+        output = x.transpose(0, 1) if is_batch_first else x
+        return output, *(torch.stack(each) for each in zip(*last, strict=True))
 
     return run
 

@@ -15,10 +15,9 @@ returns `NotImplemented`. A rule of something composite hands nothing to `tap`: 
 functions it is made of on tracked values, and each of them comes to its own rule.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from unison.ops.records import Record
@@ -27,55 +26,21 @@ Builder = Callable[..., Record]
 """Makes the record of one use: `builder(layout, g, *saved, shape=...)`."""
 
 
-class Tap(Protocol):
-    """What a rule is given: see the note above."""
-
-    def plain(self, value: Any) -> Any:
-        """The value itself without a mark; anything else as it is."""
-        ...
-
-    def tracks(self, value: Any) -> bool:
-        """Whether a value is a parameter whose uses are recorded."""
-        ...
-
-    def align(self, value: Tensor, like: Tensor) -> Tensor:
-        """The same values, whose rows are the samples' of `like` if they were made without them.
-
-        As those of a recurrent network's first state, which are zeros.
-        """
-        ...
-
-    def expand(self, value: Any, shape: Sequence[int], like: Tensor) -> Any:
-        """`value.expand(shape)` of a parameter, to meet `like`: its rows are the samples' of it."""
-        ...
-
-    def __call__(
-        self,
-        output: Tensor,
-        *,
-        saved: Sequence[Tensor],
-        uses: Sequence[tuple[Any, Builder]],
-        is_fresh: bool = True,
-    ) -> Tensor:
-        """Record the uses of parameters that made `output`, when its gradient comes.
-
-        Args:
-            output: What the operation returned.
-            saved: What the builders need of its inputs.
-            uses: The parameters, each with the builder of its record.
-            is_fresh: Whether the output is the operation's alone: it shares no memory with an
-                input, and its backward does not read it.
-        """
-        ...
-
+Tap = Any
+"""What a rule is given: the `Capture` of the pass, whose `plain`, `tracks`, `align`, `expand` and
+call are there for rules."""
 
 Rule = Callable[..., Any]
 
 RULES: dict[Callable[..., Any], Rule] = {}
 
 
-def rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
-    """Register a rule for torch functions.
+NAMED_RULES: dict[str, Rule] = {}
+"""Rules of functions that other packages register with torch, which may not be there yet."""
+
+
+def rule(*functions: Callable[..., Any] | str) -> Callable[[Rule], Rule]:
+    """Register a rule for torch functions, or for some of `torch.ops` by `namespace::function`.
 
     Raises:
         AssertionError: If one of them has a rule already.
@@ -83,23 +48,9 @@ def rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 
     def register(function: Rule) -> Rule:
         for each in functions:
-            assert each not in RULES, f"{each} has two rules"
-            RULES[each] = function
-        return function
-
-    return register
-
-
-NAMED_RULES: dict[str, Rule] = {}
-"""Rules of functions that other packages register with torch, which may not be there yet."""
-
-
-def rule_by_name(name: str) -> Callable[[Rule], Rule]:
-    """Register a rule for a function of `torch.ops` by its name, `namespace::function`."""
-
-    def register(function: Rule) -> Rule:
-        assert name not in NAMED_RULES, f"{name} has two rules"
-        NAMED_RULES[name] = function
+            table: dict[Any, Rule] = NAMED_RULES if isinstance(each, str) else RULES
+            assert each not in table, f"{each} has two rules"
+            table[each] = function
         return function
 
     return register

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unison.capture import Capture
 from unison.capture.capture import PLACING
-from unison.capture.tracked import Source, Tracked, places
+from unison.capture.tracked import ParamRegistry, Source, Tracked
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.parallel.exchange import buckets
@@ -628,11 +628,11 @@ class Replicated(ParallelAdapter):
         """Let each granule compute with parameters of its own capture."""
         tracked: dict[int, Tensor] = {}
         with ExitStack() as stack:
-            for owner, attribute, parameter, name in places(self.module.named_modules()):
+            for owner, attribute, parameter, name in ParamRegistry(self.module).places:
                 if not parameter.requires_grad:
                     continue
                 if id(parameter) not in tracked:
-                    sources = (Source(name, tuple(parameter.shape)),)
+                    sources = (Source(name),)
                     parts = [Tracked.of(parameter, sources, each) for each in captures.values()]
                     tracked[id(parameter)] = PerGranule.of(parts)
                 owner.__dict__[attribute] = tracked[id(parameter)]
@@ -643,7 +643,7 @@ class Replicated(ParallelAdapter):
 def trained_params(module: nn.Module) -> dict[str, Any]:
     """Each trainable parameter once, by its canonical name."""
     found: dict[str, Any] = {}
-    for place in places(module.named_modules()):
+    for place in ParamRegistry(module).places:
         if place.parameter.requires_grad:
             found.setdefault(place.name, place.parameter)
     return found
@@ -749,7 +749,7 @@ class Units(ParallelAdapter):
             if group.requires_grad:
                 names = [self._names[id(piece)] for piece in group.pieces]
                 views = [
-                    Tracked.of(view, (Source(name, tuple(view.shape)),), capture)
+                    Tracked.of(view, (Source(name),), capture)
                     for name, view in zip(names, views, strict=True)
                 ]
             found.append(views)

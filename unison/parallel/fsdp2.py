@@ -238,7 +238,7 @@ class FSDP2Group:
             capture = capture_of(self._captures, granule)
             # FSDP2 gives the memory of full parameters back and fills it again; the tensors stay.
             self._tracked[granule] = [
-                Tracked.of(fsdp.unsharded_param, (Source(each.name, each.shape),), capture)
+                Tracked.of(fsdp.unsharded_param, (Source(each.name),), capture)
                 for each, fsdp in self.rows
             ]
         return self._tracked[granule]

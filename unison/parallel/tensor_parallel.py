@@ -266,7 +266,7 @@ def _has_empty_part(parameter: "DTensor") -> bool:
     span = span_of(parameter)
     if span is None:
         return False
-    size, num_parts = parameter.shape[span.dim], parameter.device_mesh.size()
+    size, num_parts = parameter.shape[span[0]], parameter.device_mesh.size()
     return -(-size // num_parts) * (num_parts - 1) >= size  # as torch.chunk cuts
 
 

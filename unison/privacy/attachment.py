@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from unison.capture import Capture, RngAutocastState
+from unison.capture import Capture, RngAutocastState, rng_autocast_state
 from unison.capture.torch_compile import uncompile
 from unison.capture.tracked import ParamRegistry
 from unison.clip import Clipping, Learned, Plan
@@ -61,8 +61,8 @@ from unison.shard.deal import BatchPlan
 from unison.torch_internals import (
     DynamoBackend,
     backend_of_caller,
+    compiled_part,
     has_values,
-    is_compiled,
     is_recording,
     tracer,
 )
@@ -490,7 +490,7 @@ class Attachment:
     def _begin_pass(self, batch: PhysicalBatch, args: tuple, kwargs: dict[str, Any]) -> RunningPass:
         if self._follows_loss:  # the user may have compiled the module after `make_private`
             backend = None
-            if is_compiled([vars(each) for _, each in self.params.modules]):
+            if compiled_part(self.params.modules) is not None:
                 backend = uncompile(self.module, self._handles)
             if self._compiled is None and not self._is_told:
                 backend = backend or backend_of_caller()
@@ -538,7 +538,7 @@ class Attachment:
                     "which sharded modules do not take yet: use a larger memory_budget, or 'ghost' "
                     "or 'flash_fuse', which keep nothing"
                 )
-            running.call = (args, kwargs, RngAutocastState.here(self.module, (args, kwargs)))
+            running.call = (args, kwargs, rng_autocast_state(self.module, (args, kwargs)))
         return running
 
     def _refuse_other_kinds(self, inputs: Inputs) -> None:

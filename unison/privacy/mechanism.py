@@ -643,6 +643,8 @@ def _for_all(rule: Rule) -> ClipRule:
 CLIP_RULES: dict[str, ClipRule] = {
     **{name: _for_all(rule) for name, rule in RULES.items()},
     "per_layer": lambda each, _, clip_norm, names: (
-        per_layer(each, clip_norm, num_parameters=len(names)).values if each else {}
+        {k: c.values for k, c in per_layer(each, clip_norm, num_parameters=len(names)).items()}
+        if each
+        else {}
     ),
 }

@@ -76,7 +76,7 @@ def finalise(
         dtype: Of the gradient.
         box: Which part of the parameter `total` is; all of it unless given.
     """
-    total = grid.values(integers)
+    total = integers.double() * grid.spacing  # exact: the spacing is a power of two
     if release.noise_std > 0:
         stream = Stream(key, name, step=release.step, purpose=PURPOSE, cipher=Cipher.CHACHA20)
         where = Box.whole(total.shape) if box is None else box

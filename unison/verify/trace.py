@@ -340,7 +340,7 @@ class Tracer:
                 owned = self._by_name[name]
                 index = Elements.of(owned, is_whole=True)
                 digests = block_digests(own, index, is_linear=True)
-                self._add_summand(owned, index, grid.values(own), digests)
+                self._add_summand(owned, index, own.double() * grid.spacing, digests)
         return made
 
     def see_totals(
@@ -358,7 +358,7 @@ class Tracer:
             for name, value in applied.items():
                 self._see_whole("settings", name, _number(value))
             for owned, total in totals:
-                values = self._totals[owned.name] = grid.values(total).reshape(-1)
+                values = self._totals[owned.name] = (total.double() * grid.spacing).reshape(-1)
                 digests = block_digests(total, Elements.of(owned), is_linear=True)
                 self._see_part("gradients after reduction", owned, values, digests=digests)
 
