@@ -165,8 +165,8 @@ _SHARD = [
     ("FlatLayout.pieces", "(rank + 1) * length", "(rank + 1) * length - 1"),
     (
         "FlatLayout.shard_length",
-        "aligned(-(-self.length // world_size), self.alignment)",
-        "-(-self.length // world_size)",
+        "aligned(-(-self.length // self.num_ranks), self.alignment)",
+        "-(-self.length // self.num_ranks)",
     ),
     ("FlatGroup.start_gather", "self.is_alias or self.gathered_versions == versions", "True"),
     ("FlatGroup.start_gather", "self._kept.get(versions)", "[*self._kept.values(), None][0]"),

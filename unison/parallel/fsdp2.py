@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from unison.capture import Capture
 from unison.capture.capture import PLACING
-from unison.capture.tracked import Source, Tracked
+from unison.capture.tracked import Tracked
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel.adapter import (
     GroupSums,
-    MakeSums,
     ParallelAdapter,
     ShardedParam,
     capture_of,
+    tracked,
     trained_params,
 )
 from unison.shard.deal import BatchPlan
@@ -154,13 +154,9 @@ class FSDP2(ParallelAdapter):
             for group, others in zip(self._groups, before, strict=True):
                 group.begin(others)
 
-    def add(
-        self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
-    ) -> None:
-        """Add the clipped sums of a pass; see `ParallelAdapter`."""
+    def _before_sums(self, plan: BatchPlan) -> None:
         for group in self._groups:
             group.refuse_gradients()
-        super().add(make_sums, plan, granules, dtype)
 
 
 class FSDP2Group:
@@ -238,8 +234,7 @@ class FSDP2Group:
             capture = capture_of(self._captures, granule)
             # FSDP2 gives the memory of full parameters back and fills it again; the tensors stay.
             self._tracked[granule] = [
-                Tracked.of(fsdp.unsharded_param, (Source(each.name, each.shape),), capture)
-                for each, fsdp in self.rows
+                tracked(each.name, fsdp.unsharded_param, capture) for each, fsdp in self.rows
             ]
         return self._tracked[granule]
 
@@ -252,7 +247,7 @@ class FSDP2Group:
         with torch._C.DisableTorchFunctionSubclass():
             for index, (each, fsdp) in enumerate(self.rows):
                 full = getattr(fsdp, "_unsharded_param", None)  # None before the first pass
-                seen = [full, *(tracked[index] for tracked in self._tracked.values())]
+                seen = [full, *(each[index] for each in self._tracked.values())]
                 reached = [tensor for tensor in seen if tensor is not None]
                 if any(tensor.grad is not None for tensor in reached):
                     for tensor in reached:

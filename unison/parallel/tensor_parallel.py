@@ -18,7 +18,7 @@ alone.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +31,6 @@ from unison.capture import Capture
 from unison.capture.parts import local, span_of
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel.adapter import (
-    MakeSums,
     ParallelAdapter,
     ShardedParam,
     are_equal,
@@ -204,15 +203,11 @@ class TensorParallel(ParallelAdapter):
                     "bring its module's inputs together with PrepareModuleInput"
                 )
 
-    def add(
-        self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
-    ) -> None:
-        """Add the clipped sums of a pass over the data axis; see `ParallelAdapter`."""
+    def _before_sums(self, plan: BatchPlan) -> None:
         if plan.closes_logical_batch:
             # One rank writes the ledger. Those beside it on the tensor axis wait for it here, and
             # all others for one of them in the exchange.
             self._tensor.sum_(torch.zeros(1, device=self.device))
-        super().add(make_sums, plan, granules, dtype)
 
     def totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         """Hand out the sums of this rank's parts: see [Note: replicas stay equal]."""

@@ -54,6 +54,8 @@ from unison.shard.granules import (
     is_in_backward,
     num_granules_of,
     plan_of,
+    refuse_reentrant,
+    refuse_whole,
 )
 from unison.shard.guard import compare_across_ranks
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
@@ -579,16 +581,10 @@ def _granule_of_plain(unit: Unit, context: Context) -> int:
         return PLAIN
     if is_in_backward():
         if unit in context.ran_without_grad:
-            raise UnsupportedOperation(
-                f"{unit.name} is under reentrant checkpointing, which hides from the ordered "
-                "reducer which granule it computes; pass use_reentrant=False"
-            )
+            refuse_reentrant(unit.name)
         return PLAIN  # a recompute: only values are used, the graph has its own leaves
     if context.loop_granule is None:
-        raise BadInput(
-            f"the ordered reducer of {unit.name!r} needs a batch cut into granules; feed the model "
-            "from unison.deal(loader, granule=...), or evaluate under torch.no_grad()"
-        )
+        refuse_whole(unit.name)
     return context.loop_granule
 
 

@@ -43,6 +43,7 @@ from unison.shard.granules import (
     is_in_backward,
     num_granules_of,
     plan_of,
+    refuse_whole,
 )
 from unison.shard.ranks import Ranks
 from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
@@ -272,11 +273,7 @@ class OrderedModule:
         is_training = torch.is_grad_enabled() and not is_in_backward()
         if num_granules == 0:
             if is_training:
-                raise BadInput(
-                    f"the ordered reducer of {self._name!r} needs a batch cut into granules; feed "
-                    "the model from unison.deal(loader, granule=...), or evaluate under "
-                    "torch.no_grad()"
-                )
+                refuse_whole(self._name)
             return self._forward(*args, **kwargs)
         self._num_calls += is_training
         if torch.is_grad_enabled():
