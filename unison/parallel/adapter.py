@@ -201,6 +201,10 @@ Every name is asked for once per granule, and memory is given back as it goes. S
 they are added in place to those of `before`, where there are some."""
 
 
+PassSums = tuple[MakeSums, BatchPlan, Sequence[int], torch.dtype]
+"""What `ParallelAdapter.add` is given of a pass."""
+
+
 class GroupSums:
     """The sums of one group: begun by `take`, exchanged by `start`, complete after `finish`.
 
@@ -359,9 +363,9 @@ class ParallelAdapter:
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         self.module, self.is_ordered = module, is_ordered
         self._sums: list[GroupSums] = []  # in an order that every rank shares
-        self._begun: Callable[[GroupSums], bool] | None = None  # adds what is complete: see `begin`
-        self._left: list[GroupSums] = []  # of what was begun
-        self._maker: MakeSums | None = None  # makes the sums that were begun
+        self._begun: PassSums | None = None  # see `begin`; and what is left of it to be added
+        self._left: list[GroupSums] = []
+        self._is_complete: Callable[[Sequence[str]], bool] | None = None
         self._running: GroupSums | None = None  # whose sums are exchanged
         self._undo = ExitStack()
 
@@ -455,14 +459,8 @@ class ParallelAdapter:
             is_complete: Whether the second pass has come by all uses of some parameters.
         """
         self._refuse_broken(make_sums)
-
-        def add_complete(group: GroupSums) -> bool:
-            is_due = is_complete(group.names)
-            if is_due:
-                self._add_group(group, make_sums, plan, granules, dtype)
-            return is_due
-
-        self._begun, self._left, self._maker = add_complete, list(self._sums), make_sums
+        self._begun, self._left = (make_sums, plan, granules, dtype), list(self._sums)
+        self._is_complete = is_complete
 
     def add(
         self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
@@ -481,16 +479,16 @@ class ParallelAdapter:
         self._before_sums(plan)
         self._refuse_broken(make_sums)
         left = self._sums if self._begun is None else self._left
-        self._begun, self._left, self._maker = None, [], None
+        self._begun, self._left = None, []
         for group in left:
-            self._add_group(group, make_sums, plan, granules, dtype)
+            self._add_group(group, (make_sums, plan, granules, dtype))
         self._finish_running()
 
     def _before_sums(self, plan: BatchPlan) -> None:
         """Before what is left of a pass's sums is added."""
 
     def _refuse_broken(self, make_sums: MakeSums) -> None:
-        if self._maker is not None and self._maker is not make_sums:
+        if self._begun is not None and self._begun[0] is not make_sums:
             raise BadInput(
                 "an earlier backward pass of this logical batch broke off when a part of its sums "
                 "had been added; iterate over the loader anew, which gives that batch up"
@@ -501,17 +499,14 @@ class ParallelAdapter:
 
         Ranks come here in one order, as they come to sums of ordinary gradients.
         """
-        if self._begun is not None and group in self._left and self._begun(group):
-            self._left.remove(group)
+        if self._begun is not None and group in self._left:
+            assert self._is_complete is not None
+            if self._is_complete(group.names):
+                self._add_group(group, self._begun)
+                self._left.remove(group)
 
-    def _add_group(
-        self,
-        group: GroupSums,
-        make_sums: MakeSums,
-        plan: BatchPlan,
-        granules: Sequence[int],
-        dtype: torch.dtype,
-    ) -> None:
+    def _add_group(self, group: GroupSums, sums: PassSums) -> None:
+        make_sums, plan, granules, dtype = sums
         group.take(granules, make_sums, dtype)
         self._finish_running()
         if group.start(is_last=plan.closes_logical_batch):
@@ -529,7 +524,7 @@ class ParallelAdapter:
 
     def drop(self) -> None:
         """Forget the sums of a logical batch that was given up."""
-        self._begun, self._left, self._maker, self._running = None, [], None, None
+        self._begun, self._left, self._running = None, [], None
         for group in self._sums:
             group.drop()
 

@@ -49,7 +49,7 @@ from unison.shard.fsdp2 import (
 )
 from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_of
 from unison.shard.ranks import Axes
-from unison.shard.sharded_tensor import element_ranges, fsdp2_modules, show_shards
+from unison.shard.sharded_tensor import element_ranges, fsdp2_modules, one_mesh, show_shards
 from unison.shard.unit import Hidden, places_of, restore, shadow, shadowed
 from unison.torch_internals import canonical_name, is_dtensor
 
@@ -284,10 +284,7 @@ def _shared_mesh(trained: Mapping[str, Any], modules: Sequence[Any]) -> Any:
             )
         _check_rows(name, parameter, held[id(parameter)])
         meshes.setdefault(parameter.device_mesh, name)
-    if len(meshes) != 1:
-        found = ", ".join(f"{name!r} on {mesh}" for mesh, name in meshes.items())
-        raise BadInput(f"expected all trained parameters on one mesh, found {found}")
-    return next(iter(meshes))
+    return one_mesh(meshes)
 
 
 def _check_rows(name: str, parameter: Any, fsdp: Any) -> None:

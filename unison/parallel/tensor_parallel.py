@@ -45,6 +45,7 @@ from unison.shard.flat_group import PLAIN, RECOMPUTE
 from unison.shard.fsdp2 import set_attribute
 from unison.shard.granules import num_granules_of
 from unison.shard.ranks import Ranks
+from unison.shard.sharded_tensor import one_mesh
 from unison.torch_internals import is_dtensor, refuse_compiled
 
 if TYPE_CHECKING:
@@ -250,10 +251,7 @@ def _shared_mesh(module: nn.Module) -> "DeviceMesh":
                 f"{name} of shape {tuple(parameter.shape)} is cut into {mesh.size()} parts, and "
                 "one of them is empty; leave its module out of the parallel plan"
             )
-    if len(meshes) != 1:
-        found = ", ".join(f"{name} on {mesh}" for mesh, name in meshes.items())
-        raise UnsupportedOperation(f"expected all parameters on one mesh, found {found}")
-    return next(iter(meshes))
+    return one_mesh(meshes)
 
 
 def _has_empty_part(parameter: "DTensor") -> bool:

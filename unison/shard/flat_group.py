@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_iter
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.granules import PerGranule, refuse_reentrant
-from unison.shard.layout import FlatLayout, Placement
+from unison.shard.layout import FlatLayout, Placement, cut
 from unison.shard.ranks import DONE, Axes, Ranks, Work
 from unison.shard.sharded_tensor import ShardedTensor, local_part, shard_of
 from unison.torch_internals import has_values
@@ -378,7 +378,7 @@ class FlatGroup:
         is_one_dtype = self.compute_dtype == self.dtype
         self.is_alias = self.ranks.size == 1 and is_one_dtype and not is_hosted
         # Each through a `.data` of its own: see [Note: one version per parameter].
-        self.parts = self.layout.cut(self.shard.data, self.ranks.rank)
+        self.parts = cut(self.shard.data, self.layout.pieces[self.ranks.rank])
         if self.is_alias:
             self.full = self.shard.detach()
             flat = self.parts

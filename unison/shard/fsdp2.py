@@ -47,7 +47,7 @@ from unison.shard.granules import (
 )
 from unison.shard.ranks import Ranks
 from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
-from unison.shard.sharded_tensor import fsdp2_modules, mesh_of, show_shards
+from unison.shard.sharded_tensor import fsdp2_modules, mesh_of, one_mesh, show_shards
 from unison.shard.unit import places_of, shadowed, units_of
 from unison.torch_internals import canonical_name, is_dtensor
 
@@ -153,10 +153,7 @@ def shared_mesh(model: nn.Module) -> DeviceMesh:
                 "gradient would not be summed at all. Let fully_shard take it"
             )
         meshes.setdefault(mesh_of(parameter, canonical_name(name)), canonical_name(name))
-    if len(meshes) != 1:
-        found = ", ".join(f"{name!r} on {mesh}" for mesh, name in meshes.items())
-        raise BadInput(f"expected all parameters on one mesh, found {found or 'no parameters'}")
-    (mesh,) = meshes
+    mesh = one_mesh(meshes)
     if mesh.size() & (mesh.size() - 1):
         raise BadInput(
             f"the mesh has {mesh.size()} ranks; the ordered reducer on FSDP2 needs a power of two, "

@@ -112,9 +112,10 @@ class FlatLayout:
             for of_slot in zip(*self.pieces, strict=True)
         ]
 
-    def cut(self, shard: Tensor, rank: int) -> list[Tensor]:
-        """The views of a rank's shard [shard length] that hold each parameter's elements."""
-        return [shard.narrow(0, offset, stop - start) for start, stop, offset in self.pieces[rank]]
+
+def cut(shard: Tensor, pieces: list[tuple[int, int, int]]) -> list[Tensor]:
+    """The views of a rank's shard [shard length] that hold each of its `FlatLayout.pieces`."""
+    return [shard.narrow(0, offset, stop - start) for start, stop, offset in pieces]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from unison.shard.sharded_tensor import (
     fsdp2_modules,
     local_part,
     mesh_of,
+    one_mesh,
     placement_of,
     show_shards,
 )
@@ -231,9 +232,8 @@ def _spread_parameters(
             raise BadInput(
                 f"parameters {outside} belong to no unit; call fully_shard on the root too"
             )
-    meshes = {mesh_of(value, name) for name, value in named if is_fsdp2}
-    if len(meshes) > 1:
-        raise BadInput(f"expected all parameters on one mesh, found {len(meshes)}")
+    if is_fsdp2 and named:
+        one_mesh({mesh_of(value, name): name for name, value in named})
     spread = [(value, placement_of(value, name)) for name, value in named]
     if not spread:
         return [], Ranks(None), torch.device("cpu")

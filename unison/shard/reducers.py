@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from unison.shard.layout import FlatLayout
+from unison.shard.layout import FlatLayout, cut
 from unison.shard.ranks import DONE, Axes, Work
 
 # ------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class FastReducer:
         """Wait for the sum."""
         self._work.wait()
         self._axes.replicas.sum_(self._gradient)
-        return [*self._layout.cut(self._gradient, self._axes.shard.rank)]
+        return [*cut(self._gradient, self._layout.pieces[self._axes.shard.rank])]
 
 
 class OrderedReducer:
@@ -299,7 +299,7 @@ class OrderedReducer:
         if total is None:  # an empty logical batch, here and on every rank
             return [None] * len(self._trees)
         # A copy, since a view would keep the buffer of all ranks' parts as long as the gradient.
-        return [*self._layout.cut(total.clone(), self._axes.shard.rank)]
+        return [*cut(total.clone(), self._layout.pieces[self._axes.shard.rank])]
 
     def _across_replicas(self, nodes: list[tuple[int, Tensor]]) -> Tensor | None:
         """Finish the tree over the copies of the model, each replica for a fraction of the part."""

@@ -21,7 +21,7 @@ as the very object it is: `nn.Parameter(x)` calls `detach`, too.
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -600,6 +600,18 @@ def mesh_of(parameter: Tensor, name: str) -> DeviceMesh:
             "unison.fully_shard for other meshes"
         )
     return mesh
+
+
+def one_mesh(meshes: Mapping[DeviceMesh, str]) -> DeviceMesh:
+    """The mesh of all parameters, given the name of a parameter on each.
+
+    Raises:
+        BadInput: If there are several, or none.
+    """
+    if len(meshes) != 1:
+        found = ", ".join(f"{name!r} on {mesh}" for mesh, name in meshes.items())
+        raise BadInput(f"expected all parameters on one mesh, found {found or 'no parameters'}")
+    return next(iter(meshes))
 
 
 def element_ranges(shape: Sequence[int], num_ranks: int) -> tuple[tuple[int, int], ...]:

@@ -94,8 +94,12 @@ class Recorder(TorchDispatchMode):
             raise
 
     def remember(self, tensor: Tensor) -> None:
-        """Keep track of a tensor that belongs to a module, without keeping it alive."""
+        """Keep track of a tensor that belongs to a module, without keeping it alive.
+
+        `copy.deepcopy` of it copies how it is made.
+        """
         self.module_tensors[id(tensor)] = weakref.ref(tensor)
+        tensor.__deepcopy__ = Copier(tensor)  # type: ignore[method-assign]
 
     # --- operations ------------------------------------------------------------------------------
 
@@ -151,7 +155,7 @@ class Recorder(TorchDispatchMode):
         for tensor in changed:
             set_version(tensor, _known(tensor).buffer, op)
             if isinstance(tensor, nn.Parameter):
-                self.remember(tensor)
+                self.module_tensors[id(tensor)] = weakref.ref(tensor)
 
     # --- values ----------------------------------------------------------------------------------
 
@@ -434,11 +438,6 @@ def recipe_of(tensor: Tensor) -> InitRecipe | None:
 def label(tensor: Tensor) -> None:
     """Write a tensor's recipe on it, so that it survives sharding and copying."""
     setattr(tensor, RECIPE, InitRecipe(_known(tensor), tensor._version))
-    make_copyable(tensor)
-
-
-def make_copyable(tensor: Tensor) -> None:
-    """Let `copy.deepcopy` of a tensor copy its recipe."""
     tensor.__deepcopy__ = Copier(tensor)  # type: ignore[method-assign]
 
 
@@ -474,7 +473,6 @@ def _copied(original: Tensor, memo: dict[Any, Any]) -> Tensor:
     recorder = active_recorder()
     if recorder is not None:
         recorder.remember(twin)
-        make_copyable(twin)
     elif recipe is not None:
         label(twin)
     return twin
@@ -517,7 +515,6 @@ def meta_init() -> Iterator[None]:
     def on_registration(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         if tensor is not None and has_no_memory(tensor) and not is_lazy(tensor):
             recorder.remember(tensor)
-            make_copyable(tensor)
             vars(module).setdefault(ORIGINALS, BuiltTensors())[name] = tensor
 
     with ExitStack() as stack:
@@ -545,19 +542,14 @@ def meta_init() -> Iterator[None]:
 
 
 def _truncated_normal(
-    original: Callable[..., Tensor],
-    tensor: Tensor,
-    mean: Any,
-    std: Any,
-    a: Any,
-    b: Any,
-    generator: Any = None,
+    original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Record `nn.init.trunc_normal_` as one draw: torch's own redraws until all values fit."""
     recorder = active_recorder()
     if recorder is None or not has_no_memory(tensor):
-        return original(tensor, mean, std, a, b, generator=generator)
-    without_generator("nn.init.trunc_normal_", {"generator": generator})
+        return original(tensor, *args, **kwargs)
+    without_generator("nn.init.trunc_normal_", kwargs)
+    mean, std, a, b = args
     with torch._C.DisableTorchFunction():
         init = TruncatedNormal(mean=mean, std=std, low=a, high=b)
         recorder.record([tensor], Op(init, (_blank_if_covered(tensor),)))

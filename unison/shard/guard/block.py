@@ -211,14 +211,11 @@ class Guard:
     def _attach(self) -> None:
         group = self._group or dist.group.WORLD
         assert group is not None
-        rank = dist.get_rank()
         if dist.get_rank(group) < 0:
-            raise BadInput(f"rank {rank} is not in the group it guards; enter on its members only")
-        number = _num_entered[group] = _num_entered.get(group, 0) + 1
-        prefix = f"unison/guard/{group.group_name}/{number}"
-        store = dist.distributed_c10d._get_default_store()
-        ranks = dist.get_process_group_ranks(group)
-        self._watcher = Watcher(self, store, prefix, rank, ranks, self._patience, self._timeout)
+            raise BadInput(
+                f"rank {dist.get_rank()} is not in the group it guards; enter on its members only"
+            )
+        self._watcher = Watcher(self, group, self._timeout)
         self._park_terminating_threads()
         self._handle_signals()
         self._intercept()
@@ -562,36 +559,25 @@ class Watcher(threading.Thread):
 
     Args:
         guard: This rank's guard.
-        store: Any store that all ranks share.
-        prefix: The same on every rank, and new for every guarded block.
-        rank: This rank.
-        ranks: All ranks that are guarded together.
-        patience: Seconds that a rank may lag.
-        silence: Seconds that a rank of another machine may be silent; longer, because a call that
-            holds Python's lock silences a rank that is well.
+        group: The ranks that are guarded together.
+        timeout: Seconds within which all ranks raise.
     """
 
-    def __init__(
-        self,
-        guard: Guard,
-        store: dist.Store,
-        prefix: str,
-        rank: int,
-        ranks: list[int],
-        patience: float,
-        silence: float,
-    ) -> None:
+    def __init__(self, guard: Guard, group: dist.ProcessGroup, timeout: float) -> None:
         super().__init__(name="unison-guard", daemon=True)
+        number = _num_entered[group] = _num_entered.get(group, 0) + 1
+        store = dist.distributed_c10d._get_default_store()
         # Over a connection of its own: a client of a store serves one request at a time. Were it
         # shared, a rank that waits for a key (in `new_group`, say) could not send heartbeats and
         # would pass for dead.
         own = store.clone() if hasattr(store, "clone") else store  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore(prefix, own)
+        self._store = dist.PrefixStore(f"unison/guard/{group.group_name}/{number}", own)
         self._written: set[str] = set()
-        self._guard = guard
-        self._rank = rank
-        self._others = [r for r in ranks if r != rank]
-        self._patience, self._silence = patience, silence
+        self._guard, self._rank, ranks = guard, dist.get_rank(), dist.get_process_group_ranks(group)
+        self._others = [r for r in ranks if r != self._rank]
+        # A rank of another machine may be silent for longer than it may lag: a call that holds
+        # Python's lock silences a rank that is well.
+        self._patience, self._silence = _PATIENCE * timeout, timeout
         self._behind: dict[tuple[str, int], tuple[int, float]] = {}
         self._interval = 0.25 if len(ranks) <= _SMALL_WORLD else 1.0
         self._states: dict[int, RankState] = {}

@@ -98,37 +98,26 @@ class Manifest:
     """Everything about a checkpoint but the values of its tensors.
 
     Attributes:
-        world_size: Ranks that wrote it.
-        tensors: By `model/NAME` or `optimizer/NAME/KEY`.
-        files: By name.
-        optimizer: Class, groups and scalars of the optimizer, as JSON; None without one.
-        extra: The caller's own.
         written_by: Versions of the software.
+        world_size: Ranks that wrote it.
+        extra: The caller's own.
+        optimizer: Class, groups and scalars of the optimizer, as JSON; None without one.
+        files: By name.
+        tensors: By `model/NAME` or `optimizer/NAME/KEY`.
     """
 
-    world_size: int
-    tensors: dict[str, SavedTensor]
-    files: dict[str, DataFile]
-    optimizer: dict[str, Any] | None
-    extra: dict[str, Any]
     written_by: dict[str, str]
+    world_size: int
+    extra: dict[str, Any]
+    optimizer: dict[str, Any] | None
+    files: dict[str, DataFile]
+    tensors: dict[str, SavedTensor]
 
     def to_json(self) -> str:
         """The text of the file."""
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "written_by": self.written_by,
-            "world_size": self.world_size,
-            "extra": self.extra,
-            "optimizer": self.optimizer,
-            "files": {name: asdict(file) for name, file in self.files.items()},
-            "tensors": {
-                name: {**asdict(tensor), "dtype": dtype_name(tensor.dtype)}
-                for name, tensor in self.tensors.items()
-            },
-        }
-        return json.dumps(content | {"sha256": _hash_of(content)}, indent=1) + "\n"
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content["sha256"] = _hash_of(content)
+        return json.dumps(content, indent=1, default=dtype_name) + "\n"
 
     @classmethod
     def from_json(cls, text: bytes | str, *, source: object) -> "Manifest":
@@ -164,7 +153,8 @@ class Manifest:
 
 def _hash_of(content: dict[str, Any]) -> str:
     """The hash of what a manifest says, however it is laid out."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(content, sort_keys=True, default=dtype_name)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_chunks(name: str, tensor: SavedTensor, files: Mapping[str, Any], source: object) -> None:
@@ -540,11 +530,12 @@ def save_checkpoint(
     if ranks.rank > 0:  # buffers may differ between ranks; rank 0's count
         for key in _model_parts(entry for entry in entries if not entry.is_parameter):
             del parts[key]
+    settings: dict[str, Any] = {"optimizer": saved, "extra": extra, "files": files}
     written: Future[None] = Future()
     if alone:
         own = folder.with_name(f".{folder.name}{ALONE}{secrets.token_hex(4)}")
         try:
-            write_folder(own, parts, tensors, ranks, optimizer=saved, extra=extra, files=files)
+            write_folder(own, parts, tensors, ranks, **settings)
             if not (folder / MANIFEST_FILE).is_file():
                 own.rename(folder)
                 sync(folder.parent)
@@ -553,10 +544,9 @@ def save_checkpoint(
                 raise
         finally:
             shutil.rmtree(own, ignore_errors=True)
-        written.set_result(None)
-        return written
-    if background is None:
-        write_folder(folder, parts, tensors, ranks, optimizer=saved, extra=extra, files=files)
+    elif background is None:
+        write_folder(folder, parts, tensors, ranks, **settings)
+    if background is None or alone:
         written.set_result(None)
         return written
     if dist.get_world_size(background) != ranks.size:
@@ -571,10 +561,7 @@ def save_checkpoint(
 
     def write() -> None:
         try:
-            everyone = Ranks(background)
-            write_folder(
-                folder, parts, tensors, everyone, optimizer=saved, extra=extra, files=files
-            )
+            write_folder(folder, parts, tensors, Ranks(background), **settings)
             written.set_result(None)
         except BaseException as error:  # it is raised where somebody waits
             written.set_exception(error)

@@ -37,6 +37,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
     """
+    assert isinstance(dtype, torch.dtype), f"expected a dtype, found {dtype!r}"
     return str(dtype).removeprefix("torch.")
 
 
