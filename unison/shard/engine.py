@@ -58,7 +58,7 @@ from unison.shard.granules import (
     refuse_whole,
 )
 from unison.shard.guard import compare_across_ranks
-from unison.shard.ranks import Ranks, checksum, same_on_every_rank
+from unison.shard.ranks import Ranks, checksum, flags_of_all, same_on_every_rank
 from unison.shard.unit import Unit, Versions, shadowed, units_of
 from unison.torch_internals import ORIGINAL, backend_in, canonical_name, pinned
 
@@ -378,12 +378,9 @@ class Context:
         used = {place for unit in units for place in unit.used}
         everyone = self.root.axes.all
         if everyone.size > 1 and places:
-            flags = [float(place in used) for place in places]
-            counts = everyone.sum_(torch.tensor(flags, device=groups[0].device))
-            # Only a rank that missed a parameter has to look, which waits for the device.
-            if not all(flags):
-                pairs = zip(places, counts.tolist(), strict=True)
-                used |= {place for place, count in pairs if count > 0}
+            own = [place in used for place in places]
+            flags = flags_of_all(everyone, own, groups[0].device)
+            used = {place for place, is_used in zip(places, flags, strict=True) if is_used}
         for unit in units:
             unit.give_unused(used)
 

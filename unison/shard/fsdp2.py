@@ -45,7 +45,7 @@ from unison.shard.granules import (
     plan_of,
     refuse_whole,
 )
-from unison.shard.ranks import Ranks
+from unison.shard.ranks import Ranks, flags_of_all
 from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
 from unison.shard.sharded_tensor import fsdp2_modules, mesh_of, one_mesh, show_shards
 from unison.shard.unit import places_of, shadowed, units_of
@@ -467,12 +467,10 @@ class OrderedModel:
             module.sent = []
         if not sent:
             return
-        used = [float(was_used) for _, was_used, _ in sent]
-        flags = self._ranks.sum_(torch.tensor(used, device=sent[0][0].unsharded_param.device))
-        if all(used):
-            return
-        for (parameter, _, had_gradient), flag in zip(sent, flags.tolist(), strict=True):
-            if flag == 0 and not had_gradient:
+        own = [was_used for _, was_used, _ in sent]
+        used = flags_of_all(self._ranks, own, sent[0][0].unsharded_param.device)
+        for (parameter, _, had_gradient), is_used in zip(sent, used, strict=True):
+            if not is_used and not had_gradient:
                 parameter.sharded_param.grad = None
 
 

@@ -223,15 +223,9 @@ def _spread_parameters(
     if is_fsdp2 or units_of(module):
         is_spread = is_dtensor if is_fsdp2 else is_piece
         outside = [name for name, value in named if not is_spread(value)]
-        if outside and is_fsdp2:
-            raise BadInput(
-                f"parameters {outside} are not sharded; call torch.distributed.fsdp.fully_shard on "
-                "the root too"
-            )
         if outside:
-            raise BadInput(
-                f"parameters {outside} belong to no unit; call fully_shard on the root too"
-            )
+            where = "torch.distributed.fsdp.fully_shard" if is_fsdp2 else "fully_shard"
+            raise BadInput(f"parameters {outside} are not sharded; call {where} on the root too")
     if is_fsdp2 and named:
         one_mesh({mesh_of(value, name): name for name, value in named})
     spread = [(value, placement_of(value, name)) for name, value in named]

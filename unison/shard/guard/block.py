@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -166,7 +165,7 @@ class Guard:
         self._has_raised = False  # the verdict, in the guarded thread
         self._patience = _PATIENCE * timeout
         self._group = group
-        self._watcher: Watcher | None = None
+        self._watcher: Any = None  # a `Watcher`, while several ranks are guarded
         self._verdict: UnisonError | None = None
         self._decided, self._delivered = threading.Event(), threading.Event()
         self._status, self._note = Status.INSIDE, ""
@@ -228,12 +227,7 @@ class Guard:
         if self._watcher is not None and self._watcher.is_alive():
             self._watcher.stop()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._delivered.set()  # from here on the verdict is raised below, and not by a signal
         try:
             if self._watcher is not None:
@@ -251,9 +245,8 @@ class Guard:
         if error is None or _is_lost_peer(error) or self._has_raised:
             raise self._verdict from error
 
-    def _leave(self, error: BaseException | None, trace: TracebackType | None) -> None:
+    def _leave(self, error: BaseException | None, trace: Any) -> None:
         """Say that this rank leaves, and linger so that nobody is missed while it can be told."""
-        assert self._watcher is not None
         if error is None:
             self._stack = lines_of(caller(sys._getframe(2))[1])
             self._status, seconds = Status.LEAVING, self._timeout
@@ -293,7 +286,7 @@ class Guard:
         self._undo.callback(library._destroy)
         for name in _KINDS:
             packet = getattr(torch.ops.c10d, name if name == "barrier" else f"{name}_", None)
-            if packet is not None and hasattr(c10d.ProcessGroup, "unbox"):
+            if packet is not None:
                 kernel = self._kernel(packet.default, _KINDS[name])
                 library.impl(packet.default, kernel, "ADInplaceOrView")
 
@@ -379,7 +372,6 @@ class Guard:
             return wait(work)
         except RuntimeError as error:
             # A broken connection announces a verdict.
-            assert self._watcher is not None
             self._watcher.hint()
             self._decided.wait(self._patience + _GRACE)
             if self._verdict is None:
@@ -390,7 +382,6 @@ class Guard:
     def _check_watcher(self) -> None:
         """Raise the verdict, if there is one, or that there can be none any more."""
         self._raise_verdict()
-        assert self._watcher is not None
         silent = time.monotonic() - self._watcher.ticked_at
         if silent > self._patience + 2 * _GRACE:
             # The watcher hangs in a request: the store's host is stopped, or cut off.
@@ -451,7 +442,6 @@ class Guard:
 
         def handle() -> None:
             if threading.current_thread() is not threading.main_thread():
-                assert self._watcher is not None
                 self._watcher.hint()
                 if self._decided.wait(self._patience + _GRACE):
                     while True:
@@ -504,7 +494,7 @@ class Guard:
             # thread that waits for it comes back.
             on_device = {name for (name, _), is_host in self._on_host.items() if not is_host}
             for group in list(dist.distributed_c10d._world.pg_map):
-                if group.group_name in on_device and hasattr(group, "abort"):
+                if group.group_name in on_device:
                     group.abort()
         print(f"unison.guard: {type(verdict).__name__}: {verdict}", file=sys.stderr)
         sys.stderr.flush()
@@ -570,8 +560,7 @@ class Watcher(threading.Thread):
         # Over a connection of its own: a client of a store serves one request at a time. Were it
         # shared, a rank that waits for a key (in `new_group`, say) could not send heartbeats and
         # would pass for dead.
-        own = store.clone() if hasattr(store, "clone") else store  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore(f"unison/guard/{group.group_name}/{number}", own)
+        self._store = dist.PrefixStore(f"unison/guard/{group.group_name}/{number}", store.clone())
         self._written: set[str] = set()
         self._guard, self._rank, ranks = guard, dist.get_rank(), dist.get_process_group_ranks(group)
         self._others = [r for r in ranks if r != self._rank]

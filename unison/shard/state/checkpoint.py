@@ -613,7 +613,7 @@ def load_checkpoint(
     if verify:
         together(ranks, lambda: _verify(folder, manifest, ranks))
     entries, elements, install = together(
-        ranks, lambda: _matched(module, optimizer, manifest, cast=cast, folder=folder)
+        ranks, lambda: _matched(module, optimizer, manifest, cast, folder)
     )
     parts = _model_parts(entries)
     read_parts(folder, parts | _state_parts(elements), manifest, ranks)
@@ -641,12 +641,7 @@ def _verify(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
 
 
 def _matched(
-    module: nn.Module,
-    optimizer: Optimizer | None,
-    manifest: Manifest,
-    *,
-    cast: bool,
-    folder: Path,
+    module: nn.Module, optimizer: Optimizer | None, manifest: Manifest, cast: bool, folder: Path
 ) -> tuple[list[Entry], list[ElementState], Callable[[], None]]:
     """Match names, shapes and dtypes, and make memory for the optimizer's state."""
     entries = entries_of(module)
