@@ -356,15 +356,14 @@ def rows_of(inputs: Any, num_rows: int, ranks: Ranks, num_before: int) -> tuple[
         real, one = plan.sample_ids >= 0, num_before + plan.granule_ids[0] * plan.granule
         rows = BatchRows(None, (), (one,), (real,))
     else:
-        plan = None
-    if plan is not None:  # the passes of one batch number its rows themselves
-        return rows, num_before + plan.num_samples * plan.closes_logical_batch
-    counts = torch.zeros(ranks.size, dtype=torch.int64)
-    counts[ranks.rank] = num_rows
-    if ranks.size > 1:
-        counts = ranks.sum_(counts.to(wire_device(ranks))).cpu()
-    before = num_before + int(counts[: ranks.rank].sum())
-    return BatchRows(None, (), (before,), (None,)), num_before + int(counts.sum())
+        counts = torch.zeros(ranks.size, dtype=torch.int64)
+        counts[ranks.rank] = num_rows
+        if ranks.size > 1:
+            counts = ranks.sum_(counts.to(wire_device(ranks))).cpu()
+        before = num_before + int(counts[: ranks.rank].sum())
+        return BatchRows(None, (), (before,), (None,)), num_before + int(counts.sum())
+    # The passes of one batch number its rows themselves.
+    return rows, num_before + plan.num_samples * plan.closes_logical_batch
 
 
 def draws_of_pass(inputs: Any) -> BatchDraws | None:

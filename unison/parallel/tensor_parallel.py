@@ -226,6 +226,7 @@ def _shared_mesh(module: nn.Module) -> "DeviceMesh":
     """The mesh of all distributed parameters, its one axis the tensor axis.
 
     Raises:
+        BadInput: They lie on several.
         UnsupportedOperation: Naming the parameter.
     """
     if any(isinstance(child, DistributedDataParallel) for child in module.modules()):

@@ -93,7 +93,7 @@ def hand_on(value: Any, plan: Any) -> Any:
     if type(value) is Tensor:
         if value.grad_fn is None:
             return value if value.requires_grad else DealtTensor.of(value, plan)
-        value.grad_fn.metadata[PLAN] = plan
+        value.grad_fn.metadata[PLAN] = plan  # type: ignore[index]
         return value
     if type(value) is dict:
         return {key: hand_on(each, plan) for key, each in value.items()}
@@ -102,7 +102,7 @@ def hand_on(value: Any, plan: Any) -> Any:
         return type(value)([hand_on(each, plan) for each in value])
     for each in tree_iter(value):  # in a class of the user's: left as it is
         if type(each) is Tensor and each.grad_fn is not None:
-            each.grad_fn.metadata[PLAN] = plan
+            each.grad_fn.metadata[PLAN] = plan  # type: ignore[index]
         elif type(each) is Tensor:
             setattr(each, PLAN, plan)
     return value

@@ -173,15 +173,6 @@ class Context:
 
     # --- forward ---------------------------------------------------------------------------------
 
-    def leave(self, is_recompute: bool) -> None:
-        """Keep count of nested units; the outermost one ends a forward pass."""
-        self.depth -= 1
-        if self.depth == 0 and not is_recompute and not torch.is_grad_enabled():
-            for each in self.units:
-                each.free()  # no backward pass will come to do it
-                for group in each.groups:
-                    group.wait_for_copies()
-
     def begin_forward(self) -> None:
         """Look after what the last pass left, and forget its order."""
         if self._is_in_backward:  # the last pass ended in an exception
@@ -529,7 +520,12 @@ def _run_forward(
             unit.free()
         raise
     finally:
-        context.leave(is_recompute)
+        context.depth -= 1
+        if context.depth == 0 and not is_recompute and not torch.is_grad_enabled():
+            for each in context.units:
+                each.free()  # no backward pass will come to do it
+                for group in each.groups:
+                    group.wait_for_copies()
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_iter
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.granules import PerGranule, refuse_reentrant
-from unison.shard.layout import FlatLayout, Placement, cut
+from unison.shard.layout import FlatLayout, Placement
 from unison.shard.ranks import DONE, Axes, Ranks, Work
 from unison.shard.sharded_tensor import ShardedTensor, local_part, shard_of
 from unison.torch_internals import has_values
@@ -378,7 +378,8 @@ class FlatGroup:
         is_one_dtype = self.compute_dtype == self.dtype
         self.is_alias = self.ranks.size == 1 and is_one_dtype and not is_hosted
         # Each through a `.data` of its own: see [Note: one version per parameter].
-        self.parts = cut(self.shard.data, self.layout.pieces[self.ranks.rank])
+        pieces = self.layout.pieces[self.ranks.rank]
+        self.parts = [self.shard.data.narrow(0, at, stop - start) for start, stop, at in pieces]
         if self.is_alias:
             self.full = self.shard.detach()
             flat = self.parts
@@ -440,15 +441,8 @@ class FlatGroup:
             torch.utils.swap_tensors(piece, made)
         self._attributes = [vars(piece) for piece in self.pieces]
 
-    def is_in_shard(self, index: int) -> bool:
-        """Whether a piece has its memory in the shard, and what was put on it."""
-        piece = self.pieces[index]
-        is_there = local_part(piece).data_ptr() == self.parts[index].data_ptr()
-        return is_there and vars(piece) is self._attributes[index]
-
-    @torch.no_grad()
     def take_back(self, index: int) -> bool:
-        """Give a piece its memory in the shard again, with the values that it has now.
+        """Give a piece its memory in the shard again, if it lost it, with its values of now.
 
         `model.to("cpu:0")`, which accelerate and transformers' Trainer call, copies although
         nothing moves. The piece stays the same object, as optimizers hold it: a plain one gets the
@@ -459,7 +453,10 @@ class FlatGroup:
             False if the piece was moved, cast or laid out otherwise: nothing has changed then.
         """
         piece, part = self.pieces[index], self.parts[index]
-        own = local_part(piece).detach()
+        own = local_part(piece)
+        if own.data_ptr() == part.data_ptr() and vars(piece) is self._attributes[index]:
+            return True
+        own = own.detach()
         base = part if isinstance(piece, ShardedTensor) else part.view(self.slots[index].shape)
         is_same = (own.dtype, own.device, own.shape) == (base.dtype, base.device, base.shape)
         # Of a plain piece that was swapped nobody would count the writes; the attribute tells.
@@ -556,19 +553,17 @@ class FlatGroup:
         """Wait until `full` holds the parameters."""
         self.start_gather()
         if self.phase is StoragePhase.GATHERING:
-            self._end_work()
+            self._work.wait()
+            self._work, self._sent = DONE, None
             self.phase = StoragePhase.FULL
-
-    def _end_work(self) -> None:
-        self._work.wait()
-        self._work, self._sent = DONE, None
 
     def free(self) -> None:
         """Give the memory of `full` back."""
         if self.is_alias:
             return
         if self.phase is StoragePhase.GATHERING:
-            self._end_work()
+            self._work.wait()
+            self._work, self._sent = DONE, None
         if not self.full.untyped_storage().resizable():
             raise UnsupportedOperation(
                 f"numpy (or DLPack) shares the memory of gathered parameters, of "

@@ -560,7 +560,8 @@ class Watcher(threading.Thread):
         # Over a connection of its own: a client of a store serves one request at a time. Were it
         # shared, a rank that waits for a key (in `new_group`, say) could not send heartbeats and
         # would pass for dead.
-        self._store = dist.PrefixStore(f"unison/guard/{group.group_name}/{number}", store.clone())
+        own = store.clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(f"unison/guard/{group.group_name}/{number}", own)
         self._written: set[str] = set()
         self._guard, self._rank, ranks = guard, dist.get_rank(), dist.get_process_group_ranks(group)
         self._others = [r for r in ranks if r != self._rank]
