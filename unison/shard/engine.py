@@ -143,8 +143,6 @@ def settle_kernels(units: list[Unit]) -> None:
 # moment on every rank. Calls are numbered as they are entered and left; a unit called several
 # times counts from its first call.
 
-MAX_REDUCTIONS_IN_FLIGHT = 1  # beside the computation; each holds a unit's gradient
-
 
 class Context:
     """What the units of one model share: their order and the state of the running pass."""
@@ -165,7 +163,8 @@ class Context:
         self._begun: set[int] = set()  # calls whose backward pass has begun
         self._is_in_backward = False
         self._keeps_graph = False  # whether the running backward pass has a graph of its own
-        self._reducing: list[Unit] = []
+        # Whose sum is under way beside the computation: one, since it holds a unit's gradient.
+        self._reducing: Unit | None = None
         self._plan: BatchPlan | None = None
         self._has_compared_models = self._has_compared_data = False
         self.loop_granule: int | None = None  # see [Note: the whole-model loop] in engine.py
@@ -316,18 +315,16 @@ class Context:
         return is_open and unit.options.reducer == "ordered"
 
     def _start_reduce(self, unit: Unit) -> None:
-        if unit.is_reducing:  # and was reached again
-            self.finish_reduce(unit)
-        while len(self._reducing) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self.finish_reduce(self._reducing[0])
+        self.finish_reduce()  # maybe of the same unit, which was reached again
         unit.start_reduce()
-        self._reducing.append(unit)
+        self._reducing = unit
         self._summed.append(unit)
 
-    def finish_reduce(self, unit: Unit) -> None:
-        """Wait for a unit's sum and hand out its gradients."""
-        self._reducing.remove(unit)
-        unit.finish_reduce()
+    def finish_reduce(self) -> None:
+        """Wait for the sum under way, if there is one, and hand out its gradients."""
+        if self._reducing is not None:
+            unit, self._reducing = self._reducing, None
+            unit.finish_reduce()
 
     def _end_backward(self) -> None:
         divisor = self.root.options.gradient_divisor
@@ -343,11 +340,8 @@ class Context:
             if not unit.requires_sync:
                 unit.hold_gradients()
             elif unit.has_late_gradients and not self._waits_for_more(unit):
-                if unit.is_reducing:
-                    self.finish_reduce(unit)
                 self._start_reduce(unit)
-        while self._reducing:
-            self.finish_reduce(self._reducing[0])
+        self.finish_reduce()
         self._give_unused()
         for unit in self.units:
             if self._keeps_graph:
@@ -377,7 +371,7 @@ class Context:
 
     def abandon(self) -> None:
         """Drop what a broken pass left behind."""
-        self._reducing, self._summed = [], []
+        self._reducing, self._summed = None, []
         self._open = {}
         self._begun.clear()
         self._is_in_backward = False

@@ -429,7 +429,7 @@ class Unit:
     def _receive(self, group: FlatGroup, granule: int, slot: int, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         if self.is_reducing:
-            self.context.finish_reduce(self)
+            self.context.finish_reduce()
         if gradient is not None:
             self._show(group, granule, [(slot, gradient)])
             reducer = self._reducer(group)

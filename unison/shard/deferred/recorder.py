@@ -44,6 +44,7 @@ from unison.shard.deferred.tape import (
     set_version,
     without_generator,
 )
+from unison.shard.each_granule import written_by
 from unison.shard.flat_group import RECIPE
 from unison.torch_internals import FunctionMode
 
@@ -118,7 +119,8 @@ class Recorder(TorchDispatchMode):
                 return FORMULAS[func](*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:  # `item`, `equal`: Python gets to know
             return self._run_on_values(func, args, kwargs)
-        written = _written(func, args, kwargs)
+        is_view = torch.Tag.inplace_view in func.tags  # `t_`, `resize_`: changes the view only
+        written = [] if is_view else written_by(func, args, kwargs)
         _refuse_memory(func, args, written)
         if "device" in kwargs or (
             not tensors and any(each.name == "device" for each in func._schema.arguments)
@@ -243,18 +245,6 @@ def _constant_of(source: Tensor, dtype: torch.dtype) -> Init | None:
     filled = op.args[0].geometry
     is_all = filled.is_contiguous and filled.offset == 0 and filled.end >= operand.geometry.end
     return op.call if is_all and filled.dtype == source.dtype == dtype else None
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments whose content an operation changes, by its schema."""
-    if torch.Tag.inplace_view in func.tags:  # `t_`, `resize_`: changes the view only
-        return []
-    written: list[Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            written += _tensors(value)
-    return written
 
 
 def _refuse_memory(func: Any, args: tuple[Any, ...], written: list[Tensor]) -> None:
