@@ -19,8 +19,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -353,6 +353,7 @@ class Record:
         units: Names of the units.
         num_lines: Lines: one more than the steps.
         num_lookups: Nodes and lines that were read.
+        close: Lets go of the files.
     """
 
     def __init__(self, run: Path) -> None:
@@ -361,16 +362,13 @@ class Record:
             raise BadInput(
                 f"{run} holds no {RECORD_FILE}: only a run of unison train --record can be replayed"
             )
-        self._lines, self._tree = _open(run / RECORD_FILE), None
-        try:
-            self._tree = _open(run / TREE_FILE)
+        with ExitStack() as files:
+            self._lines = files.enter_context(_open(run / RECORD_FILE))
+            self._tree = files.enter_context(_open(run / TREE_FILE))
             self._read_header()
-        except BaseException:
-            self.close()
-            raise
+            self.close = files.pop_all().close
 
     def _read_header(self) -> None:
-        assert self._tree is not None
         path = self.run / RECORD_FILE
         header = self._lines.readline(_MAX_LINE)
         found = build(_Header, parse(header, f"{path}, line 1"), f"{path}, line 1")
@@ -386,7 +384,6 @@ class Record:
 
     def node(self, level: int, index: int) -> bytes:
         """The hash of a node, read from the file."""
-        assert self._tree is not None
         self.num_lookups += 1
         return os.pread(self._tree.fileno(), _NODE_BYTES, node_place(level, index) * _NODE_BYTES)
 
@@ -406,12 +403,6 @@ class Record:
         if self.node(0, step) != leaf_hash(line):
             raise BadInput(f"{where} was changed after it was written: {TREE_FILE} knows another")
         return found
-
-    def close(self) -> None:
-        """Let go of the files."""
-        for file in (self._lines, self._tree):
-            if file is not None:
-                file.close()
 
     def __enter__(self) -> "Record":
         return self
@@ -455,15 +446,11 @@ def open_record(
         BadInput: If the run that goes on was not recorded up to there.
     """
     if after_step is None:
-        longest: dict[str, Any] = {each.name: None for each in fields(StepRecord)}
-        longest |= dict.fromkeys(WORDS, -1.7976931348623157e308) | {"key": "0" * 64}
-        longest |= {
-            "rows": "0" * 32,
-            "loss": "0" * 32,
-            "step": 10**15,
-            "units": ["0" * 32] * len(units),
-        }
-        width = len(StepRecord(**longest).to_line()) + 1
+        digest = "0" * 32
+        longest: dict[str, Any] = dict.fromkeys(WORDS, -1.7976931348623157e308)
+        longest |= {"key": 2 * digest, "rows": digest, "loss": digest}
+        line = StepRecord(**longest, step=10**15, units=(digest,) * len(units)).to_line()
+        width = len(line) + 1
         header = asdict(_Header(format=FORMAT, units=tuple(units), width=width))
         (run / TREE_FILE).write_bytes(b"")
         (run / RECORD_FILE).write_bytes(json.dumps(header).encode() + b"\n")

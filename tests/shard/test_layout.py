@@ -17,29 +17,28 @@ SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=
 WORLD_SIZES = (1, 2, 3, 4, 5, 7, 8, 64)
 
 
-def layout_of(shapes) -> FlatLayout:
-    return FlatLayout.of((f"p{index}", shape) for index, shape in enumerate(shapes))
+def layout_of(shapes, num_ranks=1) -> FlatLayout:
+    return FlatLayout.of([(f"p{index}", shape) for index, shape in enumerate(shapes)], num_ranks)
 
 
 @given(SHAPES)
 def test_pieces_cover_every_parameter_once(shapes):
-    layout = layout_of(shapes)
     for world_size in WORLD_SIZES:
-        pieces = [layout.pieces(rank, world_size) for rank in range(world_size)]
-        for slot, *parts in zip(layout.slots, *pieces, strict=True):
+        layout = layout_of(shapes, world_size)
+        assert len(layout.pieces) == world_size
+        for slot, *parts in zip(layout.slots, *layout.pieces, strict=True):
             held = [index for part in parts for index in range(*part[:2])]
             assert held == list(range(slot.numel))
 
 
 @given(SHAPES)
 def test_pieces_lie_where_the_layout_says(shapes):
-    layout = layout_of(shapes)
-    flat = torch.arange(layout.length + 64 * ALIGNMENT * 2)
+    flat = torch.arange(layout_of(shapes).length + 64 * ALIGNMENT * 2)
     for world_size in WORLD_SIZES:
-        length = layout.shard_length(world_size)
-        for rank in range(world_size):
+        layout = layout_of(shapes, world_size)
+        length = layout.shard_length
+        for rank, pieces in enumerate(layout.pieces):
             shard = flat[rank * length : (rank + 1) * length]
-            pieces = layout.pieces(rank, world_size)
             for slot, (start, stop, offset) in zip(layout.slots, pieces, strict=True):
                 held = shard[offset : offset + stop - start]
                 expected = range(slot.offset + start, slot.offset + stop)
@@ -48,12 +47,12 @@ def test_pieces_lie_where_the_layout_says(shapes):
 
 @given(SHAPES)
 def test_cuts_are_aligned(shapes):
-    layout = layout_of(shapes)
     for world_size in WORLD_SIZES:
-        assert layout.shard_length(world_size) % ALIGNMENT == 0
-        assert layout.padded_length(world_size) >= layout.length
-        for rank in range(world_size):
-            for start, stop, offset in layout.pieces(rank, world_size):
+        layout = layout_of(shapes, world_size)
+        assert layout.shard_length % ALIGNMENT == 0
+        assert layout.padded_length >= layout.length
+        for pieces in layout.pieces:
+            for start, stop, offset in pieces:
                 if start < stop:
                     assert start % ALIGNMENT == 0
                     assert offset % ALIGNMENT == 0

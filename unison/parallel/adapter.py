@@ -24,13 +24,12 @@ from unison.capture import Capture
 from unison.capture.capture import PLACING
 from unison.capture.tracked import ParamRegistry, Source, Tracked
 from unison.errors import BadInput, UnsupportedOperation
-from unison.ops import Record
 from unison.parallel.exchange import buckets
 from unison.rng import Box
 from unison.shard.deal import BatchPlan
 from unison.shard.engine import context_of
 from unison.shard.flat_group import PLAIN, RECOMPUTE
-from unison.shard.granules import PerGranule
+from unison.shard.granules import PerGranule, refuse_reentrant
 from unison.shard.layout import FlatLayout, Slot
 from unison.shard.ranks import Axes, Ranks, checksum, same_on_every_rank
 from unison.shard.reducers import FastReducer, Parts
@@ -202,6 +201,10 @@ Every name is asked for once per granule, and memory is given back as it goes. S
 they are added in place to those of `before`, where there are some."""
 
 
+PassSums = tuple[MakeSums, BatchPlan, Sequence[int], torch.dtype]
+"""What `ParallelAdapter.add` is given of a pass."""
+
+
 class GroupSums:
     """The sums of one group: begun by `take`, exchanged by `start`, complete after `finish`.
 
@@ -227,7 +230,9 @@ class GroupSums:
         self._widths = [each.ranges[0][1] for each in params] if layout is None else None
         if self._widths is not None:  # to the reducer, all lines together are one parameter
             length = axes.shard.size * sum(self._widths)
-            layout = FlatLayout((Slot("lines", (length,), 0),), length, alignment=1)
+            layout = FlatLayout(
+                (Slot("lines", (length,), 0),), length, axes.shard.size, alignment=1
+            )
         assert layout is not None
         self._axes, self._layout = axes, layout
         self.numel = sum(each.numel for each in params)
@@ -286,13 +291,11 @@ class GroupSums:
 
     def take_totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         """Hand out what this rank holds of each sum; zeros where nobody used a parameter."""
-        ranks = self._axes.shard
-        totals: list[Tensor] = []
-        for slot, total in enumerate(self._totals):
-            if total is None:
-                start, stop, _ = self._layout.pieces(ranks.rank, ranks.size)[slot]
-                total = self._like.new_zeros(stop - start)
-            totals.append(total)
+        rank = self._axes.shard.rank
+        totals = [
+            self._like.new_zeros(stop - start) if total is None else total
+            for total, (start, stop, _) in zip(self._totals, self._layout.pieces[rank], strict=True)
+        ]
         self.drop()
         if self._widths is not None:  # of which the last rows may be padding
             columns = zip(self._params, totals[0].split(self._widths), strict=True)
@@ -360,9 +363,9 @@ class ParallelAdapter:
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         self.module, self.is_ordered = module, is_ordered
         self._sums: list[GroupSums] = []  # in an order that every rank shares
-        self._begun: Callable[[GroupSums], bool] | None = None  # adds what is complete: see `begin`
-        self._left: list[GroupSums] = []  # of what was begun
-        self._maker: MakeSums | None = None  # makes the sums that were begun
+        self._begun: PassSums | None = None  # see `begin`; and what is left of it to be added
+        self._left: list[GroupSums] = []
+        self._is_complete: Callable[[Sequence[str]], bool] | None = None
         self._running: GroupSums | None = None  # whose sums are exchanged
         self._undo = ExitStack()
 
@@ -456,14 +459,8 @@ class ParallelAdapter:
             is_complete: Whether the second pass has come by all uses of some parameters.
         """
         self._refuse_broken(make_sums)
-
-        def add_complete(group: GroupSums) -> bool:
-            is_due = is_complete(group.names)
-            if is_due:
-                self._add_group(group, make_sums, plan, granules, dtype)
-            return is_due
-
-        self._begun, self._left, self._maker = add_complete, list(self._sums), make_sums
+        self._begun, self._left = (make_sums, plan, granules, dtype), list(self._sums)
+        self._is_complete = is_complete
 
     def add(
         self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
@@ -479,15 +476,19 @@ class ParallelAdapter:
             granules: This rank's, in the order in which they are added.
             dtype: Of the sums, the same on every rank.
         """
+        self._before_sums(plan)
         self._refuse_broken(make_sums)
         left = self._sums if self._begun is None else self._left
-        self._begun, self._left, self._maker = None, [], None
+        self._begun, self._left = None, []
         for group in left:
-            self._add_group(group, make_sums, plan, granules, dtype)
+            self._add_group(group, (make_sums, plan, granules, dtype))
         self._finish_running()
 
+    def _before_sums(self, plan: BatchPlan) -> None:
+        """Before what is left of a pass's sums is added."""
+
     def _refuse_broken(self, make_sums: MakeSums) -> None:
-        if self._maker is not None and self._maker is not make_sums:
+        if self._begun is not None and self._begun[0] is not make_sums:
             raise BadInput(
                 "an earlier backward pass of this logical batch broke off when a part of its sums "
                 "had been added; iterate over the loader anew, which gives that batch up"
@@ -498,17 +499,14 @@ class ParallelAdapter:
 
         Ranks come here in one order, as they come to sums of ordinary gradients.
         """
-        if self._begun is not None and group in self._left and self._begun(group):
-            self._left.remove(group)
+        if self._begun is not None and group in self._left:
+            assert self._is_complete is not None
+            if self._is_complete(group.names):
+                self._add_group(group, self._begun)
+                self._left.remove(group)
 
-    def _add_group(
-        self,
-        group: GroupSums,
-        make_sums: MakeSums,
-        plan: BatchPlan,
-        granules: Sequence[int],
-        dtype: torch.dtype,
-    ) -> None:
+    def _add_group(self, group: GroupSums, sums: PassSums) -> None:
+        make_sums, plan, granules, dtype = sums
         group.take(granules, make_sums, dtype)
         self._finish_running()
         if group.start(is_last=plan.closes_logical_batch):
@@ -526,7 +524,7 @@ class ParallelAdapter:
 
     def drop(self) -> None:
         """Forget the sums of a logical batch that was given up."""
-        self._begun, self._left, self._maker, self._running = None, [], None, None
+        self._begun, self._left, self._running = None, [], None
         for group in self._sums:
             group.drop()
 
@@ -539,14 +537,14 @@ def capture_of(captures: Mapping[int, Capture], granule: int) -> Capture:
     assert granule in (PLAIN, RECOMPUTE)
     # Code that checkpointing runs again: the graph of the first run keeps its own captures, and
     # what is recorded here would be of another granule.
-    return Capture(some.module, some.batch, axes=some.axes, on_record=_refuse_record)
-
-
-def _refuse_record(name: str, record: Record) -> None:
-    raise UnsupportedOperation(
-        f"{name} is under reentrant checkpointing, which hides from the ordered reducer which "
-        "granule it computes; pass use_reentrant=False to torch.utils.checkpoint"
+    return Capture(
+        some.module, some.batch, axes=some.axes, on_record=lambda name, _: refuse_reentrant(name)
     )
+
+
+def tracked(name: str, value: Tensor, capture: Capture) -> Tracked:
+    """What a capture computes with in the place of a parameter."""
+    return Tracked.of(value, (Source(name),), capture)
 
 
 # --- every rank holds the whole module ------------------------------------------------------------
@@ -626,16 +624,15 @@ class Replicated(ParallelAdapter):
     @contextmanager
     def _in_granules(self, captures: Mapping[int, Capture]) -> Iterator[None]:
         """Let each granule compute with parameters of its own capture."""
-        tracked: dict[int, Tensor] = {}
+        found: dict[int, Tensor] = {}
         with ExitStack() as stack:
             for owner, attribute, parameter, name in ParamRegistry(self.module).places:
                 if not parameter.requires_grad:
                     continue
-                if id(parameter) not in tracked:
-                    sources = (Source(name),)
-                    parts = [Tracked.of(parameter, sources, each) for each in captures.values()]
-                    tracked[id(parameter)] = PerGranule.of(parts)
-                owner.__dict__[attribute] = tracked[id(parameter)]
+                if id(parameter) not in found:
+                    parts = [tracked(name, parameter, each) for each in captures.values()]
+                    found[id(parameter)] = PerGranule.of(parts)
+                owner.__dict__[attribute] = found[id(parameter)]
                 stack.callback(owner.__dict__.pop, attribute, None)
             yield
 
@@ -688,10 +685,11 @@ class Units(ParallelAdapter):
         found: dict[int, ShardedParam] = {}
         self._of_unit: dict[Unit, list[GroupSums]] = {}
         for group in (group for unit in self._units for group in unit.trainable):
-            ranges = group.layout.ranges(self.num_places)
             params = [
                 ShardedParam(self._names[id(piece)], piece, slot.shape, own, root.axes.shard.rank)
-                for piece, slot, own in zip(group.pieces, group.slots, ranges, strict=True)
+                for piece, slot, own in zip(
+                    group.pieces, group.slots, group.layout.ranges, strict=True
+                )
             ]
             found.update({id(each.parameter): each for each in params})
             self._sums.append(GroupSums(params, group.axes, group.layout, group.device))
@@ -723,12 +721,12 @@ class Units(ParallelAdapter):
     def installed(self, captures: Mapping[int, Capture]) -> Iterator[None]:
         """Let units compute with tracked parameters; see `ParallelAdapter`."""
         before = [unit.leaf_source for unit in self._units]
-        tracked: dict[tuple[Unit, int], list[list[Tensor]]] = {}
+        found: dict[tuple[Unit, int], list[list[Tensor]]] = {}
 
         def leaves(unit: Unit, granule: int) -> list[list[Tensor]]:
-            if (unit, granule) not in tracked:
-                tracked[unit, granule] = self._leaves(unit, capture_of(captures, granule))
-            return tracked[unit, granule]
+            if (unit, granule) not in found:
+                found[unit, granule] = self._leaves(unit, capture_of(captures, granule))
+            return found[unit, granule]
 
         for unit in self._units:
             unit.leaf_source, unit.on_complete = leaves, self._complete
@@ -747,10 +745,9 @@ class Units(ParallelAdapter):
         for group in unit.groups:
             views = [base.detach() for base in group.bases]
             if group.requires_grad:
-                names = [self._names[id(piece)] for piece in group.pieces]
                 views = [
-                    Tracked.of(view, (Source(name),), capture)
-                    for name, view in zip(names, views, strict=True)
+                    tracked(self._names[id(piece)], view, capture)
+                    for piece, view in zip(group.pieces, views, strict=True)
                 ]
             found.append(views)
         return found

@@ -23,7 +23,7 @@ from torch import Tensor
 from unison.errors import BadInput
 from unison.rng import BatchDraws
 from unison.rng.draw_mode import current_draws
-from unison.shard.deal import BatchPlan, current_plan, without_plan
+from unison.shard.deal import checked_plan, current_plan, without_plan
 from unison.shard.granules import PerGranule, draws_of, num_granules_of, plan_of, split
 from unison.shard.ranks import Ranks, gather_objects
 from unison.shard.ranks import buckets as buckets
@@ -348,36 +348,28 @@ def rows_of(inputs: Any, num_rows: int, ranks: Ranks, num_before: int) -> tuple[
     """
     num_granules, plan = num_granules_of(inputs), plan_of(inputs) or current_plan()
     if num_granules:
-        if plan is None or len(plan.granule_ids) != num_granules:
-            raise BadInput(
-                f"expected the plan of a batch of {num_granules} granules, found another one or "
-                "none; call the model with the batch that unison.deal handed out last"
-            )
+        plan = checked_plan(plan, num_granules)
         is_real = (plan.sample_ids >= 0).split(plan.granule)
         first = tuple(num_before + granule * plan.granule for granule in plan.granule_ids)
-        return BatchRows(plan.granule_ids, plan.edges, first, tuple(is_real)), _after(
-            plan, num_before
-        )
-    if plan is not None and not plan.is_granular and len(plan.sample_ids) == num_rows:
-        real, first = plan.sample_ids >= 0, num_before + plan.granule_ids[0] * plan.granule
-        return BatchRows(None, (), (first,), (real,)), _after(plan, num_before)
-    counts = torch.zeros(ranks.size, dtype=torch.int64)
-    counts[ranks.rank] = num_rows
-    if ranks.size > 1:
-        counts = ranks.sum_(counts.to(wire_device(ranks))).cpu()
-    before = num_before + int(counts[: ranks.rank].sum())
-    return BatchRows(None, (), (before,), (None,)), num_before + int(counts.sum())
+        rows = BatchRows(plan.granule_ids, plan.edges, first, tuple(is_real))
+    elif plan is not None and not plan.is_granular and len(plan.sample_ids) == num_rows:
+        real, one = plan.sample_ids >= 0, num_before + plan.granule_ids[0] * plan.granule
+        rows = BatchRows(None, (), (one,), (real,))
+    else:
+        counts = torch.zeros(ranks.size, dtype=torch.int64)
+        counts[ranks.rank] = num_rows
+        if ranks.size > 1:
+            counts = ranks.sum_(counts.to(wire_device(ranks))).cpu()
+        before = num_before + int(counts[: ranks.rank].sum())
+        return BatchRows(None, (), (before,), (None,)), num_before + int(counts.sum())
+    # The passes of one batch number its rows themselves.
+    return rows, num_before + plan.num_samples * plan.closes_logical_batch
 
 
 def draws_of_pass(inputs: Any) -> BatchDraws | None:
     """The random numbers that a pass over these inputs draws; None if they are torch's own."""
     num_granules = num_granules_of(inputs)
     return draws_of(plan_of(inputs), num_granules) if num_granules else current_draws()
-
-
-def _after(plan: BatchPlan, num_before: int) -> int:
-    """Rows in batches that are complete; the passes of one batch number its rows themselves."""
-    return num_before + plan.num_samples if plan.closes_logical_batch else num_before
 
 
 def parts_of(value: Any, num_parts: int) -> list[Any]:

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from unison.capture import Capture
 from unison.capture.capture import PLACING
-from unison.capture.tracked import Source, Tracked
+from unison.capture.tracked import Tracked
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel.adapter import (
     GroupSums,
-    MakeSums,
     ParallelAdapter,
     ShardedParam,
     capture_of,
+    tracked,
     trained_params,
 )
 from unison.shard.deal import BatchPlan
@@ -49,7 +49,7 @@ from unison.shard.fsdp2 import (
 )
 from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_of
 from unison.shard.ranks import Axes
-from unison.shard.sharded_tensor import element_ranges, fsdp2_modules, show_shards
+from unison.shard.sharded_tensor import element_ranges, fsdp2_modules, one_mesh, show_shards
 from unison.shard.unit import Hidden, places_of, restore, shadow, shadowed
 from unison.torch_internals import canonical_name, is_dtensor
 
@@ -154,13 +154,9 @@ class FSDP2(ParallelAdapter):
             for group, others in zip(self._groups, before, strict=True):
                 group.begin(others)
 
-    def add(
-        self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
-    ) -> None:
-        """Add the clipped sums of a pass; see `ParallelAdapter`."""
+    def _before_sums(self, plan: BatchPlan) -> None:
         for group in self._groups:
             group.refuse_gradients()
-        super().add(make_sums, plan, granules, dtype)
 
 
 class FSDP2Group:
@@ -238,8 +234,7 @@ class FSDP2Group:
             capture = capture_of(self._captures, granule)
             # FSDP2 gives the memory of full parameters back and fills it again; the tensors stay.
             self._tracked[granule] = [
-                Tracked.of(fsdp.unsharded_param, (Source(each.name),), capture)
-                for each, fsdp in self.rows
+                tracked(each.name, fsdp.unsharded_param, capture) for each, fsdp in self.rows
             ]
         return self._tracked[granule]
 
@@ -252,7 +247,7 @@ class FSDP2Group:
         with torch._C.DisableTorchFunctionSubclass():
             for index, (each, fsdp) in enumerate(self.rows):
                 full = getattr(fsdp, "_unsharded_param", None)  # None before the first pass
-                seen = [full, *(tracked[index] for tracked in self._tracked.values())]
+                seen = [full, *(each[index] for each in self._tracked.values())]
                 reached = [tensor for tensor in seen if tensor is not None]
                 if any(tensor.grad is not None for tensor in reached):
                     for tensor in reached:
@@ -289,10 +284,7 @@ def _shared_mesh(trained: Mapping[str, Any], modules: Sequence[Any]) -> Any:
             )
         _check_rows(name, parameter, held[id(parameter)])
         meshes.setdefault(parameter.device_mesh, name)
-    if len(meshes) != 1:
-        found = ", ".join(f"{name!r} on {mesh}" for mesh, name in meshes.items())
-        raise BadInput(f"expected all trained parameters on one mesh, found {found}")
-    return next(iter(meshes))
+    return one_mesh(meshes)
 
 
 def _check_rows(name: str, parameter: Any, fsdp: Any) -> None:

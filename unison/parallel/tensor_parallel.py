@@ -18,7 +18,7 @@ alone.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +31,6 @@ from unison.capture import Capture
 from unison.capture.parts import local, span_of
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel.adapter import (
-    MakeSums,
     ParallelAdapter,
     ShardedParam,
     are_equal,
@@ -46,6 +45,7 @@ from unison.shard.flat_group import PLAIN, RECOMPUTE
 from unison.shard.fsdp2 import set_attribute
 from unison.shard.granules import num_granules_of
 from unison.shard.ranks import Ranks
+from unison.shard.sharded_tensor import one_mesh
 from unison.torch_internals import is_dtensor, refuse_compiled
 
 if TYPE_CHECKING:
@@ -204,15 +204,11 @@ class TensorParallel(ParallelAdapter):
                     "bring its module's inputs together with PrepareModuleInput"
                 )
 
-    def add(
-        self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
-    ) -> None:
-        """Add the clipped sums of a pass over the data axis; see `ParallelAdapter`."""
+    def _before_sums(self, plan: BatchPlan) -> None:
         if plan.closes_logical_batch:
             # One rank writes the ledger. Those beside it on the tensor axis wait for it here, and
             # all others for one of them in the exchange.
             self._tensor.sum_(torch.zeros(1, device=self.device))
-        super().add(make_sums, plan, granules, dtype)
 
     def totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         """Hand out the sums of this rank's parts: see [Note: replicas stay equal]."""
@@ -230,6 +226,7 @@ def _shared_mesh(module: nn.Module) -> "DeviceMesh":
     """The mesh of all distributed parameters, its one axis the tensor axis.
 
     Raises:
+        BadInput: They lie on several.
         UnsupportedOperation: Naming the parameter.
     """
     if any(isinstance(child, DistributedDataParallel) for child in module.modules()):
@@ -255,10 +252,7 @@ def _shared_mesh(module: nn.Module) -> "DeviceMesh":
                 f"{name} of shape {tuple(parameter.shape)} is cut into {mesh.size()} parts, and "
                 "one of them is empty; leave its module out of the parallel plan"
             )
-    if len(meshes) != 1:
-        found = ", ".join(f"{name} on {mesh}" for mesh, name in meshes.items())
-        raise UnsupportedOperation(f"expected all parameters on one mesh, found {found}")
-    return next(iter(meshes))
+    return one_mesh(meshes)
 
 
 def _has_empty_part(parameter: "DTensor") -> bool:

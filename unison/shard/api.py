@@ -258,12 +258,12 @@ def as_offload(policy: Any) -> CPUOffload | None:
     Raises:
         BadInput: If it is something else.
     """
-    if policy is None or isinstance(policy, CPUOffload):
+    if policy is None or type(policy).__name__ == "OffloadPolicy":  # FSDP2's word for none
+        return None
+    if isinstance(policy, CPUOffload):
         return policy
     if type(policy).__name__ == "CPUOffloadPolicy":
         return CPUOffload(pin_memory=policy.pin_memory)
-    if type(policy).__name__ == "OffloadPolicy":  # FSDP2's word for none
-        return None
     raise BadInput(
         "offload_policy must be a unison.CPUOffload or torch.distributed.fsdp.CPUOffloadPolicy, "
         f"found {policy!r}"

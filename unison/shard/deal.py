@@ -93,7 +93,7 @@ def hand_on(value: Any, plan: Any) -> Any:
     if type(value) is Tensor:
         if value.grad_fn is None:
             return value if value.requires_grad else DealtTensor.of(value, plan)
-        _note(value.grad_fn, plan)
+        value.grad_fn.metadata[PLAN] = plan  # type: ignore[index]
         return value
     if type(value) is dict:
         return {key: hand_on(each, plan) for key, each in value.items()}
@@ -102,14 +102,10 @@ def hand_on(value: Any, plan: Any) -> Any:
         return type(value)([hand_on(each, plan) for each in value])
     for each in tree_iter(value):  # in a class of the user's: left as it is
         if type(each) is Tensor and each.grad_fn is not None:
-            _note(each.grad_fn, plan)
+            each.grad_fn.metadata[PLAN] = plan  # type: ignore[index]
         elif type(each) is Tensor:
             setattr(each, PLAN, plan)
     return value
-
-
-def _note(node: Any, plan: Any) -> None:
-    node.metadata[PLAN] = plan
 
 
 def plan_of_loss(losses: Tensor) -> Any:
@@ -146,6 +142,9 @@ class BatchPlan:
         accumulation: The same object for all passes of one logical batch, with what they share:
             models as they were before the first one, running statistics (see each_granule.py).
         key: Of the random numbers that the model draws; None leaves them to torch.
+        row_ids: Position in the global batch of each row of this pass [rows]; those of rows of
+            padding go on past its end, or past this rank's part.
+        sample_ids: The same, -1 for a row of padding.
     """
 
     step: int
@@ -158,25 +157,14 @@ class BatchPlan:
     closes_logical_batch: bool
     ranks: Ranks = field(repr=False, compare=False)
     accumulation: dict[Any, Any] = field(repr=False, compare=False)
-    key: Key | None = field(repr=False, compare=False, default=None)
+    key: Key | None = field(repr=False, compare=False)
+    row_ids: Tensor = field(repr=False, compare=False)
+    sample_ids: Tensor = field(repr=False, compare=False)
 
     @property
     def num_granules(self) -> int:
         """Granules in the logical batch."""
         return self.edges[-1]
-
-    @cached_property
-    def sample_ids(self) -> Tensor:
-        """Position in the global batch of each row of this pass [rows]; -1 for a row of padding."""
-        ids = self._row_ids
-        is_real = (ids < self.num_samples) & (ids < self.edges[self.rank + 1] * self.granule)
-        return torch.where(is_real, ids, -1)
-
-    @property
-    def _row_ids(self) -> Tensor:
-        """As `sample_ids`, with numbers for rows of padding too."""
-        first = torch.tensor(self.granule_ids) * self.granule
-        return (first[:, None] + torch.arange(self.granule)).view(-1)
 
     @cached_property
     def draws(self) -> BatchDraws | None:
@@ -189,7 +177,7 @@ class BatchPlan:
         return BatchDraws(
             self.key,
             self.step,
-            self._row_ids,
+            self.row_ids,
             len(self.granule_ids),
             lambda results: join(results, "a draw", self),
         )
@@ -234,7 +222,10 @@ def checked_plan(plan: BatchPlan | None, num_granules: int) -> BatchPlan:
     """
     if plan is None or len(plan.granule_ids) != num_granules:
         found = "no dealt batch" if plan is None else f"a plan of {len(plan.granule_ids)}"
-        raise BadInput(f"expected the plan of a batch of {num_granules} granules, found {found}")
+        raise BadInput(
+            f"expected the plan of a batch of {num_granules} granules, found {found}; call the "
+            "model with the batch that unison.deal handed out last"
+        )
     return plan
 
 
@@ -258,50 +249,43 @@ def plan_batch(
     most = max(1, *(high - low for low, high in itertools.pairwise(edges)))
     per_pass = granules_per_pass or most
     num_passes = -(-most // per_pass)
-    mine = list(range(edges[ranks.rank], edges[ranks.rank + 1]))
+    low, high = edges[ranks.rank], edges[ranks.rank + 1]
     accumulation: dict[Any, Any] = {}
-    return [
-        BatchPlan(
+    plans = []
+    for index in range(num_passes):
+        first = low + index * per_pass
+        granule_ids = tuple(range(first, min(first + per_pass, high))) or (num_granules,)
+        rows = torch.tensor(granule_ids)[:, None] * granule + torch.arange(granule)
+        rows = rows.view(-1)
+        is_real = (rows < num_samples) & (rows < high * granule)
+        plan = BatchPlan(
             step=step,
             num_samples=num_samples,
             granule=granule,
             edges=edges,
             rank=ranks.rank,
-            granule_ids=tuple(mine[index * per_pass : (index + 1) * per_pass]) or (num_granules,),
+            granule_ids=granule_ids,
             is_granular=is_granular,
             closes_logical_batch=index == num_passes - 1,
             ranks=ranks,
             accumulation=accumulation,
             key=key,
+            row_ids=rows,
+            sample_ids=torch.where(is_real, rows, -1),
         )
-        for index in range(num_passes)
-    ]
+        plans.append(plan)
+    return plans
 
 
+@dataclass(eq=False)
 class DealtLoader:
     """A loader of this rank's part of every global batch; see `deal`."""
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        *,
-        mesh: DeviceMesh | None,
-        granule: int | None,
-        micro_batch: int | None,
-        first_step: int,
-    ) -> None:
-        check.not_negative(first_step=first_step)
-        if granule is not None:
-            check.positive(granule=granule)
-        if micro_batch is not None:
-            check.positive(micro_batch=micro_batch)
-            if micro_batch % (granule or 1):
-                raise BadInput(
-                    f"micro_batch must be a multiple of granule, found {micro_batch=} {granule=}"
-                )
-        self.loader, self.mesh, self.granule = loader, mesh, granule
-        self._granules_per_pass = micro_batch // (granule or 1) if micro_batch else None
-        self._step = first_step
+    loader: Iterable[Any]
+    mesh: DeviceMesh | None
+    granule: int | None
+    granules_per_pass: int | None
+    step: int  # number of the next batch
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -334,12 +318,12 @@ class DealtLoader:
             num_samples,
             granule=self.granule or 1,
             ranks=ranks,
-            step=self._step,
+            step=self.step,
             is_granular=self.granule is not None,
-            granules_per_pass=self._granules_per_pass,
+            granules_per_pass=self.granules_per_pass,
             key=key,
         )
-        self._step += 1
+        self.step += 1
         for plan in plans:
             yield plan, tree_unflatten([_part(item, plan) for item in flat], spec)
 
@@ -379,9 +363,18 @@ def deal(
     Returns:
         The loader of this rank's part.
     """
-    return DealtLoader(
-        loader, mesh=mesh, granule=granule, micro_batch=micro_batch, first_step=first_step
-    )
+    check.not_negative(first_step=first_step)
+    if granule is not None:
+        check.positive(granule=granule)
+    granules_per_pass = None
+    if micro_batch is not None:
+        check.positive(micro_batch=micro_batch)
+        granules_per_pass, rest = divmod(micro_batch, granule or 1)
+        if rest:
+            raise BadInput(
+                f"micro_batch must be a multiple of granule, found {micro_batch=} {granule=}"
+            )
+    return DealtLoader(loader, mesh, granule, granules_per_pass, first_step)
 
 
 def batch_mean(per_sample_losses: Tensor) -> Tensor:

@@ -487,13 +487,8 @@ class OperationWatch(TorchDispatchMode):
 
     def _check_writes(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         assert self._own is not None
-        given = zip(func._schema.arguments, args, strict=False)
-        written = [value for argument, value in given if argument.is_write]
-        written += [
-            kwargs.get(each.name) for each in func._schema.arguments[len(args) :] if each.is_write
-        ]
-        for value in tree_iter(written):
-            if isinstance(value, Tensor) and value.numel() and _memory(value) not in self._own:
+        for value in written_by(func, args, kwargs):
+            if value.numel() and _memory(value) not in self._own:
                 line = lines_of(caller(sys._getframe(1))[1])[0]
                 raise UnsupportedOperation(
                     f"{self._name}: {_name_of(func)} writes to a tensor of shape "
@@ -504,6 +499,16 @@ class OperationWatch(TorchDispatchMode):
 
 
 _looking: OperationWatch | None = None
+
+
+def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors whose content an operation changes, by its schema."""
+    written = [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.is_write
+    ]
+    return [each for each in tree_iter(written) if isinstance(each, Tensor)]
 
 
 def _name_of(func: Any) -> str:

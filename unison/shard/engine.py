@@ -54,9 +54,11 @@ from unison.shard.granules import (
     is_in_backward,
     num_granules_of,
     plan_of,
+    refuse_reentrant,
+    refuse_whole,
 )
 from unison.shard.guard import compare_across_ranks
-from unison.shard.ranks import Ranks, checksum, same_on_every_rank
+from unison.shard.ranks import Ranks, checksum, flags_of_all, same_on_every_rank
 from unison.shard.unit import Unit, Versions, shadowed, units_of
 from unison.torch_internals import ORIGINAL, backend_in, canonical_name, pinned
 
@@ -141,8 +143,6 @@ def settle_kernels(units: list[Unit]) -> None:
 # moment on every rank. Calls are numbered as they are entered and left; a unit called several
 # times counts from its first call.
 
-MAX_REDUCTIONS_IN_FLIGHT = 1  # beside the computation; each holds a unit's gradient
-
 
 class Context:
     """What the units of one model share: their order and the state of the running pass."""
@@ -163,22 +163,14 @@ class Context:
         self._begun: set[int] = set()  # calls whose backward pass has begun
         self._is_in_backward = False
         self._keeps_graph = False  # whether the running backward pass has a graph of its own
-        self._reducing: list[Unit] = []
+        # Whose sum is under way beside the computation: one, since it holds a unit's gradient.
+        self._reducing: Unit | None = None
         self._plan: BatchPlan | None = None
         self._has_compared_models = self._has_compared_data = False
         self.loop_granule: int | None = None  # see [Note: the whole-model loop] in engine.py
         self.ran_without_grad: set[Unit] = set()
 
     # --- forward ---------------------------------------------------------------------------------
-
-    def leave(self, is_recompute: bool) -> None:
-        """Keep count of nested units; the outermost one ends a forward pass."""
-        self.depth -= 1
-        if self.depth == 0 and not is_recompute and not torch.is_grad_enabled():
-            for each in self.units:
-                each.free()  # no backward pass will come to do it
-                for group in each.groups:
-                    group.wait_for_copies()
 
     def begin_forward(self) -> None:
         """Look after what the last pass left, and forget its order."""
@@ -323,18 +315,16 @@ class Context:
         return is_open and unit.options.reducer == "ordered"
 
     def _start_reduce(self, unit: Unit) -> None:
-        if unit.is_reducing:  # and was reached again
-            self.finish_reduce(unit)
-        while len(self._reducing) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self.finish_reduce(self._reducing[0])
+        self.finish_reduce()  # maybe of the same unit, which was reached again
         unit.start_reduce()
-        self._reducing.append(unit)
+        self._reducing = unit
         self._summed.append(unit)
 
-    def finish_reduce(self, unit: Unit) -> None:
-        """Wait for a unit's sum and hand out its gradients."""
-        self._reducing.remove(unit)
-        unit.finish_reduce()
+    def finish_reduce(self) -> None:
+        """Wait for the sum under way, if there is one, and hand out its gradients."""
+        if self._reducing is not None:
+            unit, self._reducing = self._reducing, None
+            unit.finish_reduce()
 
     def _end_backward(self) -> None:
         divisor = self.root.options.gradient_divisor
@@ -350,11 +340,8 @@ class Context:
             if not unit.requires_sync:
                 unit.hold_gradients()
             elif unit.has_late_gradients and not self._waits_for_more(unit):
-                if unit.is_reducing:
-                    self.finish_reduce(unit)
                 self._start_reduce(unit)
-        while self._reducing:
-            self.finish_reduce(self._reducing[0])
+        self.finish_reduce()
         self._give_unused()
         for unit in self.units:
             if self._keeps_graph:
@@ -376,18 +363,15 @@ class Context:
         used = {place for unit in units for place in unit.used}
         everyone = self.root.axes.all
         if everyone.size > 1 and places:
-            flags = [float(place in used) for place in places]
-            counts = everyone.sum_(torch.tensor(flags, device=groups[0].device))
-            # Only a rank that missed a parameter has to look, which waits for the device.
-            if not all(flags):
-                pairs = zip(places, counts.tolist(), strict=True)
-                used |= {place for place, count in pairs if count > 0}
+            own = [place in used for place in places]
+            flags = flags_of_all(everyone, own, groups[0].device)
+            used = {place for place, is_used in zip(places, flags, strict=True) if is_used}
         for unit in units:
             unit.give_unused(used)
 
     def abandon(self) -> None:
         """Drop what a broken pass left behind."""
-        self._reducing, self._summed = [], []
+        self._reducing, self._summed = None, []
         self._open = {}
         self._begun.clear()
         self._is_in_backward = False
@@ -530,7 +514,12 @@ def _run_forward(
             unit.free()
         raise
     finally:
-        context.leave(is_recompute)
+        context.depth -= 1
+        if context.depth == 0 and not is_recompute and not torch.is_grad_enabled():
+            for each in context.units:
+                each.free()  # no backward pass will come to do it
+                for group in each.groups:
+                    group.wait_for_copies()
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
@@ -579,16 +568,10 @@ def _granule_of_plain(unit: Unit, context: Context) -> int:
         return PLAIN
     if is_in_backward():
         if unit in context.ran_without_grad:
-            raise UnsupportedOperation(
-                f"{unit.name} is under reentrant checkpointing, which hides from the ordered "
-                "reducer which granule it computes; pass use_reentrant=False"
-            )
+            refuse_reentrant(unit.name)
         return PLAIN  # a recompute: only values are used, the graph has its own leaves
     if context.loop_granule is None:
-        raise BadInput(
-            f"the ordered reducer of {unit.name!r} needs a batch cut into granules; feed the model "
-            "from unison.deal(loader, granule=...), or evaluate under torch.no_grad()"
-        )
+        refuse_whole(unit.name)
     return context.loop_granule
 
 

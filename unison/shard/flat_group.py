@@ -38,7 +38,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_iter
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.shard.granules import PerGranule
+from unison.shard.granules import PerGranule, refuse_reentrant
 from unison.shard.layout import FlatLayout, Placement
 from unison.shard.ranks import DONE, Axes, Ranks, Work
 from unison.shard.sharded_tensor import ShardedTensor, local_part, shard_of
@@ -281,17 +281,9 @@ def per_granule(leaves: list[list[list[Tensor]]]) -> list[list[Tensor]]:
 
 def tripwire(leaf: Tensor, unit_name: str) -> Tensor:
     """A view of a leaf that raises when a gradient reaches it."""
-
-    def refuse(_: Tensor) -> None:
-        raise UnsupportedOperation(
-            f"{unit_name} is under reentrant checkpointing, which hides from the ordered reducer "
-            "which granule it computes; pass use_reentrant=False to torch.utils.checkpoint"
-        )
-
-    view = leaf.detach()
+    view = leaf.detach().requires_grad_(leaf.requires_grad)
     if leaf.requires_grad:
-        view.requires_grad_()
-        view.register_post_accumulate_grad_hook(refuse)
+        view.register_post_accumulate_grad_hook(lambda _: refuse_reentrant(unit_name))
     return view
 
 
@@ -358,9 +350,9 @@ class FlatGroup:
         self.requires_grad = first.requires_grad
         self.uses: tuple[list[Use], ...] = uses
         self.recipes = [getattr(value, RECIPE, None) for value in values]
-        self.layout = FlatLayout.of(zip(names, [value.shape for value in values], strict=True))
+        shapes = zip(names, [value.shape for value in values], strict=True)
+        self.layout = FlatLayout.of(shapes, self.ranks.size)
         self.slots = self.layout.slots
-        self._ranges = self.layout.ranges(self.ranks.size)
         self._make_memory(device or first.device)
         self.pieces = [self._make_piece(index) for index in range(len(values))]
         real = [value.detach() for value in values if not first.is_meta]
@@ -378,7 +370,7 @@ class FlatGroup:
         is_hosted = self._offload is not None and (device.type != "meta" or is_planned)
         self._host = torch.device("meta" if is_planned else "cpu")
         self.shard = torch.zeros(
-            self.layout.shard_length(self.ranks.size),
+            self.layout.shard_length,
             dtype=self.dtype,
             device=self._host if is_hosted else device,
             pin_memory=is_hosted and self._pins,
@@ -386,7 +378,7 @@ class FlatGroup:
         is_one_dtype = self.compute_dtype == self.dtype
         self.is_alias = self.ranks.size == 1 and is_one_dtype and not is_hosted
         # Each through a `.data` of its own: see [Note: one version per parameter].
-        pieces = self.layout.pieces(self.ranks.rank, self.ranks.size)
+        pieces = self.layout.pieces[self.ranks.rank]
         self.parts = [self.shard.data.narrow(0, at, stop - start) for start, stop, at in pieces]
         if self.is_alias:
             self.full = self.shard.detach()
@@ -394,8 +386,8 @@ class FlatGroup:
             self.full_bytes = 0
             self.phase = StoragePhase.FULL
         else:
-            length = self.layout.padded_length(self.ranks.size)
-            self.full = torch.empty(length, dtype=self.compute_dtype, device=device)
+            length, dtype = self.layout.padded_length, self.compute_dtype
+            self.full = torch.empty(length, dtype=dtype, device=device)
             flat = [self.full.data.narrow(0, slot.offset, slot.numel) for slot in self.slots]
             self.full_bytes = self.full.untyped_storage().nbytes()
             self.full.untyped_storage().resize_(0)
@@ -425,7 +417,7 @@ class FlatGroup:
         place = Placement(
             slot.name,
             slot.shape,
-            self._ranges[index],
+            self.layout.ranges[index],
             self.ranks,
             self.device,
             self._is_ordered,
@@ -449,15 +441,8 @@ class FlatGroup:
             torch.utils.swap_tensors(piece, made)
         self._attributes = [vars(piece) for piece in self.pieces]
 
-    def is_in_shard(self, index: int) -> bool:
-        """Whether a piece has its memory in the shard, and what was put on it."""
-        piece = self.pieces[index]
-        is_there = local_part(piece).data_ptr() == self.parts[index].data_ptr()
-        return is_there and vars(piece) is self._attributes[index]
-
-    @torch.no_grad()
     def take_back(self, index: int) -> bool:
-        """Give a piece its memory in the shard again, with the values that it has now.
+        """Give a piece its memory in the shard again, if it lost it, with its values of now.
 
         `model.to("cpu:0")`, which accelerate and transformers' Trainer call, copies although
         nothing moves. The piece stays the same object, as optimizers hold it: a plain one gets the
@@ -468,7 +453,10 @@ class FlatGroup:
             False if the piece was moved, cast or laid out otherwise: nothing has changed then.
         """
         piece, part = self.pieces[index], self.parts[index]
-        own = local_part(piece).detach()
+        own = local_part(piece)
+        if own.data_ptr() == part.data_ptr() and vars(piece) is self._attributes[index]:
+            return True
+        own = own.detach()
         base = part if isinstance(piece, ShardedTensor) else part.view(self.slots[index].shape)
         is_same = (own.dtype, own.device, own.shape) == (base.dtype, base.device, base.shape)
         # Of a plain piece that was swapped nobody would count the writes; the attribute tells.
@@ -565,19 +553,17 @@ class FlatGroup:
         """Wait until `full` holds the parameters."""
         self.start_gather()
         if self.phase is StoragePhase.GATHERING:
-            self._end_work()
+            self._work.wait()
+            self._work, self._sent = DONE, None
             self.phase = StoragePhase.FULL
-
-    def _end_work(self) -> None:
-        self._work.wait()
-        self._work, self._sent = DONE, None
 
     def free(self) -> None:
         """Give the memory of `full` back."""
         if self.is_alias:
             return
         if self.phase is StoragePhase.GATHERING:
-            self._end_work()
+            self._work.wait()
+            self._work, self._sent = DONE, None
         if not self.full.untyped_storage().resizable():
             raise UnsupportedOperation(
                 f"numpy (or DLPack) shares the memory of gathered parameters, of "

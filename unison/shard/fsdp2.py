@@ -43,10 +43,11 @@ from unison.shard.granules import (
     is_in_backward,
     num_granules_of,
     plan_of,
+    refuse_whole,
 )
-from unison.shard.ranks import Ranks
+from unison.shard.ranks import Ranks, flags_of_all
 from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
-from unison.shard.sharded_tensor import fsdp2_modules, mesh_of, show_shards
+from unison.shard.sharded_tensor import fsdp2_modules, mesh_of, one_mesh, show_shards
 from unison.shard.unit import places_of, shadowed, units_of
 from unison.torch_internals import canonical_name, is_dtensor
 
@@ -152,10 +153,7 @@ def shared_mesh(model: nn.Module) -> DeviceMesh:
                 "gradient would not be summed at all. Let fully_shard take it"
             )
         meshes.setdefault(mesh_of(parameter, canonical_name(name)), canonical_name(name))
-    if len(meshes) != 1:
-        found = ", ".join(f"{name!r} on {mesh}" for mesh, name in meshes.items())
-        raise BadInput(f"expected all parameters on one mesh, found {found or 'no parameters'}")
-    (mesh,) = meshes
+    mesh = one_mesh(meshes)
     if mesh.size() & (mesh.size() - 1):
         raise BadInput(
             f"the mesh has {mesh.size()} ranks; the ordered reducer on FSDP2 needs a power of two, "
@@ -272,11 +270,7 @@ class OrderedModule:
         is_training = torch.is_grad_enabled() and not is_in_backward()
         if num_granules == 0:
             if is_training:
-                raise BadInput(
-                    f"the ordered reducer of {self._name!r} needs a batch cut into granules; feed "
-                    "the model from unison.deal(loader, granule=...), or evaluate under "
-                    "torch.no_grad()"
-                )
+                refuse_whole(self._name)
             return self._forward(*args, **kwargs)
         self._num_calls += is_training
         if torch.is_grad_enabled():
@@ -473,12 +467,10 @@ class OrderedModel:
             module.sent = []
         if not sent:
             return
-        used = [float(was_used) for _, was_used, _ in sent]
-        flags = self._ranks.sum_(torch.tensor(used, device=sent[0][0].unsharded_param.device))
-        if all(used):
-            return
-        for (parameter, _, had_gradient), flag in zip(sent, flags.tolist(), strict=True):
-            if flag == 0 and not had_gradient:
+        own = [was_used for _, was_used, _ in sent]
+        used = flags_of_all(self._ranks, own, sent[0][0].unsharded_param.device)
+        for (parameter, _, had_gradient), is_used in zip(sent, used, strict=True):
+            if not is_used and not had_gradient:
                 parameter.sharded_param.grad = None
 
 

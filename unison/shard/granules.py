@@ -240,6 +240,22 @@ def num_granules_of(value: Any) -> int:
     return 0
 
 
+def refuse_reentrant(name: str) -> NoReturn:
+    """Refuse gradients of which nobody knows to which granule they belong."""
+    raise UnsupportedOperation(
+        f"{name} is under reentrant checkpointing, which hides from the ordered reducer which "
+        "granule it computes; pass use_reentrant=False to torch.utils.checkpoint"
+    )
+
+
+def refuse_whole(name: str) -> NoReturn:
+    """Refuse a batch that is not cut into granules, where gradients have to be summed in order."""
+    raise BadInput(
+        f"the ordered reducer of {name!r} needs a batch cut into granules; feed the model from "
+        "unison.deal(loader, granule=...), or evaluate under torch.no_grad()"
+    )
+
+
 def check_not_bypassed(value: Any, name: str) -> None:
     """Refuse a result that was computed from shells.
 

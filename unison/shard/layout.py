@@ -51,16 +51,18 @@ class FlatLayout:
 
     Attributes:
         slots: The parameters, by increasing offset.
-        length: Elements of the buffer before it is padded for a world size.
+        length: Elements of the buffer before it is padded for the ranks that share it.
+        num_ranks: How many do.
         alignment: Every rank's shard is a multiple of it long.
     """
 
     slots: tuple[Slot, ...]
     length: int
+    num_ranks: int = 1
     alignment: int = ALIGNMENT
 
     @classmethod
-    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> "FlatLayout":
+    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], num_ranks: int = 1) -> "FlatLayout":
         """Lay out parameters in the order given.
 
         >>> [slot.offset for slot in FlatLayout.of([("a", (3, 5)), ("b", ()), ("c", (600,))]).slots]
@@ -70,46 +72,50 @@ class FlatLayout:
         for name, shape in shapes:
             slots.append(Slot(name, tuple(shape), offset))
             offset += aligned(slots[-1].numel)
-        return cls(tuple(slots), offset)
+        return cls(tuple(slots), offset, num_ranks)
 
-    def shard_length(self, world_size: int) -> int:
+    @cached_property
+    def shard_length(self) -> int:
         """Elements of every rank's shard, the last one padded.
 
-        >>> FlatLayout.of([("a", (1000,))]).shard_length(3)
+        >>> FlatLayout.of([("a", (1000,))], num_ranks=3).shard_length
         512
         """
-        return aligned(-(-self.length // world_size), self.alignment)
+        return aligned(-(-self.length // self.num_ranks), self.alignment)
 
-    def padded_length(self, world_size: int) -> int:
+    @cached_property
+    def padded_length(self) -> int:
         """Elements of all shards together."""
-        return self.shard_length(world_size) * world_size
+        return self.shard_length * self.num_ranks
 
-    def pieces(self, rank: int, world_size: int) -> list[tuple[int, int, int]]:
-        """What a rank's shard holds of every parameter: (start, stop, offset in the shard).
+    @cached_property
+    def pieces(self) -> list[list[tuple[int, int, int]]]:
+        """What each rank's shard holds of every parameter: (start, stop, offset in the shard).
 
         These are the elements [start, stop) of the flattened parameter; there may be none.
         """
-        length = self.shard_length(world_size)
-        low, high = rank * length, (rank + 1) * length
-        pieces = []
-        for slot in self.slots:
-            start = min(max(low - slot.offset, 0), slot.numel)
-            stop = max(min(high - slot.offset, slot.numel), start)
-            pieces.append((start, stop, min(max(slot.offset - low, 0), length)))
-        return pieces
+        length, of_ranks = self.shard_length, []
+        for rank in range(self.num_ranks):
+            low, high, pieces = rank * length, (rank + 1) * length, []
+            for slot in self.slots:
+                start = min(max(low - slot.offset, 0), slot.numel)
+                stop = max(min(high - slot.offset, slot.numel), start)
+                pieces.append((start, stop, min(max(slot.offset - low, 0), length)))
+            of_ranks.append(pieces)
+        return of_ranks
 
-    def ranges(self, world_size: int) -> list[tuple[tuple[int, int], ...]]:
+    @cached_property
+    def ranges(self) -> list[tuple[tuple[int, int], ...]]:
         """Which elements [start, stop) of each flattened parameter every rank holds."""
-        of_ranks = [self.pieces(rank, world_size) for rank in range(world_size)]
         return [
             tuple((start, stop) for start, stop, _ in of_slot)
-            for of_slot in zip(*of_ranks, strict=True)
+            for of_slot in zip(*self.pieces, strict=True)
         ]
 
-    def cut(self, shard: Tensor, ranks: Ranks) -> list[Tensor]:
-        """The views of this rank's shard [shard length] that hold each parameter's elements."""
-        pieces = self.pieces(ranks.rank, ranks.size)
-        return [shard.narrow(0, offset, stop - start) for start, stop, offset in pieces]
+
+def cut(shard: Tensor, pieces: list[tuple[int, int, int]]) -> list[Tensor]:
+    """The views of a rank's shard [shard length] that hold each of its `FlatLayout.pieces`."""
+    return [shard.narrow(0, offset, stop - start) for start, stop, offset in pieces]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from unison.errors import BadInput
 from unison.shard.flat_group import is_piece
 from unison.shard.layout import ALIGNMENT, Placement
-from unison.shard.ranks import Ranks, buckets
+from unison.shard.ranks import buckets
 from unison.shard.reducers import aligned_levels, tree_sum
 from unison.shard.sharded_tensor import (
     fsdp2_modules,
     local_part,
     mesh_of,
+    one_mesh,
     placement_of,
     show_shards,
 )
@@ -80,9 +81,11 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
 
 @torch.no_grad()
 def _norm(module: nn.Module, source: Source) -> Tensor:
-    parameters, ranks, wire = _spread_parameters(module)
+    parameters = _spread_parameters(module)
     if not parameters:
         return torch.zeros((), dtype=torch.float64)
+    # Who shares them, and the device that they exchange on; offloaded parameters lie elsewhere.
+    ranks, wire = parameters[0][1].ranks, parameters[0][1].device
     # Which blocks and subtrees a rank holds is arithmetic, so all ranks agree on what they add.
     nodes = [_nodes(placement) for _, placement in parameters]
     held, shared = [], []  # and the squares of blocks that several ranks hold
@@ -208,33 +211,20 @@ def _pairwise_sum(values: Tensor) -> Tensor:  # [..., a power of two] -> [...]
     return values[..., 0]
 
 
-def _spread_parameters(
-    module: nn.Module,
-) -> tuple[list[tuple[nn.Parameter, Placement]], Ranks, torch.device]:
-    """All parameters and how they lie on ranks, which ranks, and the device they exchange on.
+def _spread_parameters(module: nn.Module) -> list[tuple[nn.Parameter, Placement]]:
+    """All parameters and how they lie on ranks, which are the same ones for all.
 
     Parameters come in the order of `named_parameters()`. That order is the model's own: it does not
-    change with how the model is cut into units. Offloaded ones lie on another device than ranks
-    exchange on.
+    change with how the model is cut into units.
     """
     show_shards(module)
     is_fsdp2, named = bool(fsdp2_modules(module)), list(module.named_parameters())
     if is_fsdp2 or units_of(module):
         is_spread = is_dtensor if is_fsdp2 else is_piece
         outside = [name for name, value in named if not is_spread(value)]
-        if outside and is_fsdp2:
-            raise BadInput(
-                f"parameters {outside} are not sharded; call torch.distributed.fsdp.fully_shard on "
-                "the root too"
-            )
         if outside:
-            raise BadInput(
-                f"parameters {outside} belong to no unit; call fully_shard on the root too"
-            )
-    meshes = {mesh_of(value, name) for name, value in named if is_fsdp2}
-    if len(meshes) > 1:
-        raise BadInput(f"expected all parameters on one mesh, found {len(meshes)}")
-    spread = [(value, placement_of(value, name)) for name, value in named]
-    if not spread:
-        return [], Ranks(None), torch.device("cpu")
-    return spread, spread[0][1].ranks, spread[0][1].device
+            where = "torch.distributed.fsdp.fully_shard" if is_fsdp2 else "fully_shard"
+            raise BadInput(f"parameters {outside} are not sharded; call {where} on the root too")
+    if is_fsdp2 and named:
+        one_mesh({mesh_of(value, name): name for name, value in named})
+    return [(value, placement_of(value, name)) for name, value in named]

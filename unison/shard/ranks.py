@@ -110,27 +110,27 @@ class Ranks:
 
     def gather(self, full: Tensor, shard: Tensor) -> Work:
         """Start to fill `full` [size * n] with every rank's `shard` [n]."""
-        self._count("gather", shard.nbytes * (self.size - 1))
-        if self.size == 1:
-            full.copy_(shard)
-            return DONE
-        return _all_gather(full, shard, group=self.group, async_op=True)  # type: ignore[return-value]
+        return self._start("gather", shard.nbytes * (self.size - 1), _all_gather, full, shard)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Work:
         """Start to sum `full` [size * n] over ranks, each keeping its part in `shard` [n]."""
-        self._count("reduce_scatter", full.nbytes - shard.nbytes)
-        if self.size == 1:
-            shard.copy_(full)
-            return DONE
-        return _reduce_scatter(shard, full, group=self.group, async_op=True)  # type: ignore[return-value]
+        num_bytes = full.nbytes - shard.nbytes
+        return self._start("reduce_scatter", num_bytes, _reduce_scatter, shard, full)
 
     def exchange(self, received: Tensor, sent: Tensor) -> Work:
         """Start to send row r of `sent` [size, n] to rank r, and to receive a row from each."""
-        self._count("exchange", sent.nbytes * (self.size - 1) // self.size)
+        num_bytes = sent.nbytes * (self.size - 1) // self.size
+        return self._start("exchange", num_bytes, dist.all_to_all_single, received, sent)
+
+    def _start(
+        self, kind: str, num_bytes: int, collective: Any, received: Tensor, sent: Tensor
+    ) -> Work:
+        self.num_calls[kind] += 1
+        self.bytes_sent[kind] += num_bytes
         if self.size == 1:
             received.copy_(sent)
             return DONE
-        return dist.all_to_all_single(received, sent, group=self.group, async_op=True)  # type: ignore[return-value]
+        return collective(received, sent, group=self.group, async_op=True)
 
     def sum_(self, value: Tensor) -> Tensor:
         """Add a small tensor over ranks, in place."""
@@ -141,14 +141,11 @@ class Ranks:
         return self._all_reduce("max", value, dist.ReduceOp.MAX)
 
     def _all_reduce(self, kind: str, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        self._count(kind, value.nbytes * (self.size - 1) // self.size * 2)
+        self.num_calls[kind] += 1
+        self.bytes_sent[kind] += value.nbytes * (self.size - 1) // self.size * 2
         if self.size > 1:
             dist.all_reduce(value, op, group=self.group)
         return value
-
-    def _count(self, kind: str, num_bytes: int) -> None:
-        self.num_calls[kind] += 1
-        self.bytes_sent[kind] += num_bytes
 
 
 def _group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -185,6 +182,15 @@ class Axes:
         if mesh is None or mesh.ndim == 1:
             return cls(all=everyone, shard=everyone, replicas=Ranks(None))
         return cls(all=everyone, shard=Ranks(mesh.get_group(1)), replicas=Ranks(mesh.get_group(0)))
+
+
+def flags_of_all(ranks: Ranks, flags: list[bool], device: torch.device) -> list[bool]:
+    """Which flags are set on any rank; a collective, in which only who lacks one looks.
+
+    To look is to wait for the device.
+    """
+    counts = ranks.sum_(torch.tensor(flags, dtype=torch.float32, device=device))
+    return flags if all(flags) else [count > 0 for count in counts.tolist()]
 
 
 def same_on_every_rank(ranks: Ranks, values: Tensor) -> bool:
@@ -247,10 +253,13 @@ def agree(ranks: Ranks, work: Callable[[], T]) -> list[T]:
         result = work()
     except BaseException as error:  # an interrupt, too: the other ranks wait to hear of it
         # Not every exception can be pickled: what is sent is a type of ours, and a text.
-        kind = CheckpointFailed if isinstance(error, OSError) else None
-        met, message = error, (kind, f"{type(error).__name__}: {error}")
-        if isinstance(error, UnisonError):
+        what = f"{type(error).__name__}: {error}"
+        met, message = error, (None, what)
+        if isinstance(error, UnisonError | KeyboardInterrupt):
             message = type(error), str(error)
+        elif isinstance(error, OSError):
+            remedy = "a checkpoint needs a folder that every rank can reach, and room in it"
+            message = CheckpointFailed, f"rank {ranks.rank} met {what}; {remedy}"
     outcomes = gather_objects(ranks, (result, message))
     for rank, (_, told) in enumerate(outcomes):
         if told is not None:

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from unison.shard.layout import FlatLayout
+from unison.shard.layout import FlatLayout, cut
 from unison.shard.ranks import DONE, Axes, Work
 
 # ------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class FastReducer:
     def __init__(self, layout: FlatLayout, axes: Axes, like: Tensor) -> None:
         self._layout, self._axes = layout, axes
         # Zeros, which remain where a parameter is not used and between parameters.
-        self._sent = like.new_zeros(layout.padded_length(axes.shard.size))
+        self._sent = like.new_zeros(layout.padded_length)
         self._places = [self._sent.narrow(0, slot.offset, slot.numel) for slot in layout.slots]
         self._gradient = self._sent
         self.used = [False] * len(layout.slots)
@@ -189,14 +189,14 @@ class FastReducer:
         """Begin the reduce-scatter."""
         ranks = self._axes.shard
         if ranks.size > 1:
-            self._gradient = self._sent.new_empty(self._layout.shard_length(ranks.size))
+            self._gradient = self._sent.new_empty(self._layout.shard_length)
             self._work = ranks.reduce_scatter(self._gradient, self._sent)
 
     def finish(self) -> Parts:
         """Wait for the sum."""
         self._work.wait()
         self._axes.replicas.sum_(self._gradient)
-        return [*self._layout.cut(self._gradient, self._axes.shard)]
+        return [*cut(self._gradient, self._layout.pieces[self._axes.shard.rank])]
 
 
 class OrderedReducer:
@@ -251,7 +251,7 @@ class OrderedReducer:
         ranks = self._axes.shard
         if self._axes.all.size == 1:
             return
-        length = self._layout.shard_length(ranks.size)
+        length = self._layout.shard_length
         num_nodes = _most_nodes(self._edges_of_copy)
         # One row per owner: its shard of every subtree.
         self._sent = self._like.new_zeros(ranks.size, num_nodes, length)
@@ -299,7 +299,7 @@ class OrderedReducer:
         if total is None:  # an empty logical batch, here and on every rank
             return [None] * len(self._trees)
         # A copy, since a view would keep the buffer of all ranks' parts as long as the gradient.
-        return [*self._layout.cut(total.clone(), self._axes.shard)]
+        return [*cut(total.clone(), self._layout.pieces[self._axes.shard.rank])]
 
     def _across_replicas(self, nodes: list[tuple[int, Tensor]]) -> Tensor | None:
         """Finish the tree over the copies of the model, each replica for a fraction of the part."""

@@ -21,7 +21,7 @@ as the very object it is: `nn.Parameter(x)` calls `detach`, too.
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,8 +131,8 @@ class ShardedTensor(Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Memory of which nobody may ask where it is."""
-        storage = super().untyped_storage()  # must not raise: torch.compile asks for it
-        storage.__class__ = _NoStorage
+        storage: Any = super().untyped_storage()  # must not raise: torch.compile asks for it
+        storage.data_ptr = _refuse_place  # where safetensors and transformers begin to write
         return storage
 
     def _refuse_value(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,9 +198,8 @@ class ShardedTensor(Tensor):
         raise NeedsWhole(f"no box of {self.placement} begins at {tuple(index.offset)}")
 
 
-class _NoStorage(torch.UntypedStorage):
-    def data_ptr(self) -> int:  # where safetensors and transformers begin to write
-        raise NeedsWhole(f"a file needs the whole of a sharded parameter; {SAVING}")
+def _refuse_place() -> int:
+    raise NeedsWhole(f"a file needs the whole of a sharded parameter; {SAVING}")
 
 
 class _Plain(torch.autograd.Function):
@@ -543,13 +542,11 @@ def _unscale(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 _handlers: dict[Any, Handler] = {
     **dict.fromkeys((aten.detach.default, aten.alias.default, aten.view.default), _same),
-    **dict.fromkeys((aten.clone.default, aten._to_copy.default, aten.empty_like.default), _like),
-    **dict.fromkeys(
-        (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default), _like
-    ),
-    **dict.fromkeys(
-        (aten.new_zeros.default, aten.new_empty.default, aten.new_empty_strided.default), _new
-    ),
+    **dict.fromkeys((aten.clone.default, aten._to_copy.default), _like),
+    **dict.fromkeys((aten.empty_like.default, aten.full_like.default), _like),
+    **dict.fromkeys((aten.zeros_like.default, aten.ones_like.default), _like),
+    **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default), _new),
+    aten.new_empty_strided.default: _new,
     aten.copy_.default: _copy,
     aten.linalg_vector_norm.default: _vector_norm,
     aten._foreach_norm.Scalar: _norms_of_list,
@@ -600,6 +597,18 @@ def mesh_of(parameter: Tensor, name: str) -> DeviceMesh:
             "unison.fully_shard for other meshes"
         )
     return mesh
+
+
+def one_mesh(meshes: Mapping[DeviceMesh, str]) -> DeviceMesh:
+    """The mesh of all parameters, given the name of a parameter on each.
+
+    Raises:
+        BadInput: If there are several, or none.
+    """
+    if len(meshes) != 1:
+        found = ", ".join(f"{name!r} on {mesh}" for mesh, name in meshes.items())
+        raise BadInput(f"expected all parameters on one mesh, found {found or 'no parameters'}")
+    return next(iter(meshes))
 
 
 def element_ranges(shape: Sequence[int], num_ranks: int) -> tuple[tuple[int, int], ...]:

@@ -242,7 +242,7 @@ class Unit:
             for index, (slot, piece) in enumerate(zip(group.slots, group.pieces, strict=True)):
                 uses = group.uses[index]
                 is_in_place = all(module._parameters.get(name) is piece for module, name in uses)
-                if not is_in_place or not (group.is_in_shard(index) or group.take_back(index)):
+                if not is_in_place or not group.take_back(index):
                     found.append((slot.name, "moved" if is_in_place else "replaced"))
         return found
 
@@ -429,7 +429,7 @@ class Unit:
     def _receive(self, group: FlatGroup, granule: int, slot: int, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         if self.is_reducing:
-            self.context.finish_reduce(self)
+            self.context.finish_reduce()
         if gradient is not None:
             self._show(group, granule, [(slot, gradient)])
             reducer = self._reducer(group)

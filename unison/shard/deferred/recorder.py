@@ -44,6 +44,7 @@ from unison.shard.deferred.tape import (
     set_version,
     without_generator,
 )
+from unison.shard.each_granule import written_by
 from unison.shard.flat_group import RECIPE
 from unison.torch_internals import FunctionMode
 
@@ -94,8 +95,12 @@ class Recorder(TorchDispatchMode):
             raise
 
     def remember(self, tensor: Tensor) -> None:
-        """Keep track of a tensor that belongs to a module, without keeping it alive."""
+        """Keep track of a tensor that belongs to a module, without keeping it alive.
+
+        `copy.deepcopy` of it copies how it is made.
+        """
         self.module_tensors[id(tensor)] = weakref.ref(tensor)
+        tensor.__deepcopy__ = Copier(tensor)  # type: ignore[method-assign]
 
     # --- operations ------------------------------------------------------------------------------
 
@@ -114,7 +119,8 @@ class Recorder(TorchDispatchMode):
                 return FORMULAS[func](*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:  # `item`, `equal`: Python gets to know
             return self._run_on_values(func, args, kwargs)
-        written = _written(func, args, kwargs)
+        is_view = torch.Tag.inplace_view in func.tags  # `t_`, `resize_`: changes the view only
+        written = [] if is_view else written_by(func, args, kwargs)
         _refuse_memory(func, args, written)
         if "device" in kwargs or (
             not tensors and any(each.name == "device" for each in func._schema.arguments)
@@ -151,7 +157,7 @@ class Recorder(TorchDispatchMode):
         for tensor in changed:
             set_version(tensor, _known(tensor).buffer, op)
             if isinstance(tensor, nn.Parameter):
-                self.remember(tensor)
+                self.module_tensors[id(tensor)] = weakref.ref(tensor)
 
     # --- values ----------------------------------------------------------------------------------
 
@@ -239,18 +245,6 @@ def _constant_of(source: Tensor, dtype: torch.dtype) -> Init | None:
     filled = op.args[0].geometry
     is_all = filled.is_contiguous and filled.offset == 0 and filled.end >= operand.geometry.end
     return op.call if is_all and filled.dtype == source.dtype == dtype else None
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments whose content an operation changes, by its schema."""
-    if torch.Tag.inplace_view in func.tags:  # `t_`, `resize_`: changes the view only
-        return []
-    written: list[Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            written += _tensors(value)
-    return written
 
 
 def _refuse_memory(func: Any, args: tuple[Any, ...], written: list[Tensor]) -> None:
@@ -434,11 +428,6 @@ def recipe_of(tensor: Tensor) -> InitRecipe | None:
 def label(tensor: Tensor) -> None:
     """Write a tensor's recipe on it, so that it survives sharding and copying."""
     setattr(tensor, RECIPE, InitRecipe(_known(tensor), tensor._version))
-    make_copyable(tensor)
-
-
-def make_copyable(tensor: Tensor) -> None:
-    """Let `copy.deepcopy` of a tensor copy its recipe."""
     tensor.__deepcopy__ = Copier(tensor)  # type: ignore[method-assign]
 
 
@@ -474,7 +463,6 @@ def _copied(original: Tensor, memo: dict[Any, Any]) -> Tensor:
     recorder = active_recorder()
     if recorder is not None:
         recorder.remember(twin)
-        make_copyable(twin)
     elif recipe is not None:
         label(twin)
     return twin
@@ -517,7 +505,6 @@ def meta_init() -> Iterator[None]:
     def on_registration(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         if tensor is not None and has_no_memory(tensor) and not is_lazy(tensor):
             recorder.remember(tensor)
-            make_copyable(tensor)
             vars(module).setdefault(ORIGINALS, BuiltTensors())[name] = tensor
 
     with ExitStack() as stack:
@@ -545,19 +532,14 @@ def meta_init() -> Iterator[None]:
 
 
 def _truncated_normal(
-    original: Callable[..., Tensor],
-    tensor: Tensor,
-    mean: Any,
-    std: Any,
-    a: Any,
-    b: Any,
-    generator: Any = None,
+    original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Record `nn.init.trunc_normal_` as one draw: torch's own redraws until all values fit."""
     recorder = active_recorder()
     if recorder is None or not has_no_memory(tensor):
-        return original(tensor, mean, std, a, b, generator=generator)
-    without_generator("nn.init.trunc_normal_", {"generator": generator})
+        return original(tensor, *args, **kwargs)
+    without_generator("nn.init.trunc_normal_", kwargs)
+    mean, std, a, b = args
     with torch._C.DisableTorchFunction():
         init = TruncatedNormal(mean=mean, std=std, low=a, high=b)
         recorder.record([tensor], Op(init, (_blank_if_covered(tensor),)))

@@ -241,14 +241,6 @@ MAKES_BLANK = {
 }
 
 
-def _zero(*_: Any, **__: Any) -> Init:
-    return Constant(value=0)
-
-
-def _one(*_: Any, **__: Any) -> Init:
-    return Constant(value=1)
-
-
 def _constant(value: Any) -> Init | None:
     return None if isinstance(value, complex) else Constant(value=value)
 
@@ -267,13 +259,14 @@ def _whole_numbers(tensor: Tensor) -> Integers:
 # How to read an aten operation's arguments; the result is what fills the tensor that it writes or
 # makes. None where a particular call has no description.
 DESCRIBED: dict[Any, Callable[..., Init | None]] = {
-    aten.zero_.default: _zero,
-    aten.zeros.default: _zero,
-    aten.zeros_like.default: _zero,
-    aten.new_zeros.default: _zero,
-    aten.ones.default: _one,
-    aten.ones_like.default: _one,
-    aten.new_ones.default: _one,
+    **dict.fromkeys(
+        (aten.zero_.default, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default),
+        lambda *_, **__: Constant(value=0),
+    ),
+    **dict.fromkeys(
+        (aten.ones.default, aten.ones_like.default, aten.new_ones.default),
+        lambda *_, **__: Constant(value=1),
+    ),
     aten.fill_.Scalar: lambda tensor, value: _constant(value),
     aten.full.default: lambda size, value, **_: _constant(value),
     aten.full_like.default: lambda tensor, value, **_: _constant(value),
@@ -335,8 +328,7 @@ FORMULAS: dict[Any, Callable[..., Tensor]] = {
 
 def describe(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Init | None:
     """Return the init that an aten operation fills its tensor with, or None if it is no fill."""
-    rule = DESCRIBED.get(call)
-    return None if rule is None else rule(*args, **kwargs)
+    return DESCRIBED[call](*args, **kwargs) if call in DESCRIBED else None
 
 
 def without_generator(call: object, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -166,7 +165,7 @@ class Guard:
         self._has_raised = False  # the verdict, in the guarded thread
         self._patience = _PATIENCE * timeout
         self._group = group
-        self._watcher: Watcher | None = None
+        self._watcher: Any = None  # a `Watcher`, while several ranks are guarded
         self._verdict: UnisonError | None = None
         self._decided, self._delivered = threading.Event(), threading.Event()
         self._status, self._note = Status.INSIDE, ""
@@ -211,14 +210,11 @@ class Guard:
     def _attach(self) -> None:
         group = self._group or dist.group.WORLD
         assert group is not None
-        rank = dist.get_rank()
         if dist.get_rank(group) < 0:
-            raise BadInput(f"rank {rank} is not in the group it guards; enter on its members only")
-        number = _num_entered[group] = _num_entered.get(group, 0) + 1
-        prefix = f"unison/guard/{group.group_name}/{number}"
-        store = dist.distributed_c10d._get_default_store()
-        ranks = dist.get_process_group_ranks(group)
-        self._watcher = Watcher(self, store, prefix, rank, ranks, self._patience, self._timeout)
+            raise BadInput(
+                f"rank {dist.get_rank()} is not in the group it guards; enter on its members only"
+            )
+        self._watcher = Watcher(self, group, self._timeout)
         self._park_terminating_threads()
         self._handle_signals()
         self._intercept()
@@ -231,12 +227,7 @@ class Guard:
         if self._watcher is not None and self._watcher.is_alive():
             self._watcher.stop()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._delivered.set()  # from here on the verdict is raised below, and not by a signal
         try:
             if self._watcher is not None:
@@ -254,9 +245,8 @@ class Guard:
         if error is None or _is_lost_peer(error) or self._has_raised:
             raise self._verdict from error
 
-    def _leave(self, error: BaseException | None, trace: TracebackType | None) -> None:
+    def _leave(self, error: BaseException | None, trace: Any) -> None:
         """Say that this rank leaves, and linger so that nobody is missed while it can be told."""
-        assert self._watcher is not None
         if error is None:
             self._stack = lines_of(caller(sys._getframe(2))[1])
             self._status, seconds = Status.LEAVING, self._timeout
@@ -296,7 +286,7 @@ class Guard:
         self._undo.callback(library._destroy)
         for name in _KINDS:
             packet = getattr(torch.ops.c10d, name if name == "barrier" else f"{name}_", None)
-            if packet is not None and hasattr(c10d.ProcessGroup, "unbox"):
+            if packet is not None:
                 kernel = self._kernel(packet.default, _KINDS[name])
                 library.impl(packet.default, kernel, "ADInplaceOrView")
 
@@ -382,7 +372,6 @@ class Guard:
             return wait(work)
         except RuntimeError as error:
             # A broken connection announces a verdict.
-            assert self._watcher is not None
             self._watcher.hint()
             self._decided.wait(self._patience + _GRACE)
             if self._verdict is None:
@@ -393,7 +382,6 @@ class Guard:
     def _check_watcher(self) -> None:
         """Raise the verdict, if there is one, or that there can be none any more."""
         self._raise_verdict()
-        assert self._watcher is not None
         silent = time.monotonic() - self._watcher.ticked_at
         if silent > self._patience + 2 * _GRACE:
             # The watcher hangs in a request: the store's host is stopped, or cut off.
@@ -454,7 +442,6 @@ class Guard:
 
         def handle() -> None:
             if threading.current_thread() is not threading.main_thread():
-                assert self._watcher is not None
                 self._watcher.hint()
                 if self._decided.wait(self._patience + _GRACE):
                     while True:
@@ -507,7 +494,7 @@ class Guard:
             # thread that waits for it comes back.
             on_device = {name for (name, _), is_host in self._on_host.items() if not is_host}
             for group in list(dist.distributed_c10d._world.pg_map):
-                if group.group_name in on_device and hasattr(group, "abort"):
+                if group.group_name in on_device:
                     group.abort()
         print(f"unison.guard: {type(verdict).__name__}: {verdict}", file=sys.stderr)
         sys.stderr.flush()
@@ -562,36 +549,25 @@ class Watcher(threading.Thread):
 
     Args:
         guard: This rank's guard.
-        store: Any store that all ranks share.
-        prefix: The same on every rank, and new for every guarded block.
-        rank: This rank.
-        ranks: All ranks that are guarded together.
-        patience: Seconds that a rank may lag.
-        silence: Seconds that a rank of another machine may be silent; longer, because a call that
-            holds Python's lock silences a rank that is well.
+        group: The ranks that are guarded together.
+        timeout: Seconds within which all ranks raise.
     """
 
-    def __init__(
-        self,
-        guard: Guard,
-        store: dist.Store,
-        prefix: str,
-        rank: int,
-        ranks: list[int],
-        patience: float,
-        silence: float,
-    ) -> None:
+    def __init__(self, guard: Guard, group: dist.ProcessGroup, timeout: float) -> None:
         super().__init__(name="unison-guard", daemon=True)
+        number = _num_entered[group] = _num_entered.get(group, 0) + 1
+        store = dist.distributed_c10d._get_default_store()
         # Over a connection of its own: a client of a store serves one request at a time. Were it
         # shared, a rank that waits for a key (in `new_group`, say) could not send heartbeats and
         # would pass for dead.
-        own = store.clone() if hasattr(store, "clone") else store  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore(prefix, own)
+        own = store.clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(f"unison/guard/{group.group_name}/{number}", own)
         self._written: set[str] = set()
-        self._guard = guard
-        self._rank = rank
-        self._others = [r for r in ranks if r != rank]
-        self._patience, self._silence = patience, silence
+        self._guard, self._rank, ranks = guard, dist.get_rank(), dist.get_process_group_ranks(group)
+        self._others = [r for r in ranks if r != self._rank]
+        # A rank of another machine may be silent for longer than it may lag: a call that holds
+        # Python's lock silences a rank that is well.
+        self._patience, self._silence = _PATIENCE * timeout, timeout
         self._behind: dict[tuple[str, int], tuple[int, float]] = {}
         self._interval = 0.25 if len(ranks) <= _SMALL_WORLD else 1.0
         self._states: dict[int, RankState] = {}

@@ -407,7 +407,7 @@ def _paragraph(rank: int, finding: Finding, state: RankState | None, detail: Det
     calls, stack, waiting = detail.get(finding.group, {}), state["stack"], state["waiting"]
     if str(finding.number) in calls:
         text, stack, _ = calls[str(finding.number)]
-        return [f"number {finding.number}: {text} at {stack[0]}", *_from(stack)]
+        return [f"number {finding.number}: {text} at {stack[0]}", *map("from {}".format, stack[1:])]
     match state["status"]:
         case Status.INSIDE if waiting is not None and waiting[0] in state["groups"]:
             group, number = waiting
@@ -418,15 +418,11 @@ def _paragraph(rank: int, finding: Finding, state: RankState | None, detail: Det
             lines = [f"left the guard with {state['note']} at {stack[0]}"]
         case _:
             lines = [f"left the guard at {stack[0]}"]
-    lines += _from(stack)
+    lines += map("from {}".format, stack[1:])
     for name, group in state["groups"].items():
         last, call, site = group["last"], group["call"], group["stack"][0]
         lines.append(f"its last in {_group(name)}: number {last}, {call} at {site}")
     return lines
-
-
-def _from(stack: list[str]) -> list[str]:
-    return [f"from {line}" for line in stack[1:]]
 
 
 def _first_difference(

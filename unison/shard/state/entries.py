@@ -1,6 +1,5 @@
 """What a rank holds of every tensor that a model's state is made of; and the whole, on request."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,11 +91,6 @@ class FlatPart:
     shape: tuple[int, ...]
     start: int
     values: Tensor
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole."""
-        return math.prod(self.shape)
 
 
 def ranks_of(module: nn.Module) -> Ranks:

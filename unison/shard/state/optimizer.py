@@ -8,7 +8,7 @@ go by name.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
     """
+    assert isinstance(dtype, torch.dtype), f"expected a dtype, found {dtype!r}"
     return str(dtype).removeprefix("torch.")
 
 
@@ -183,19 +184,19 @@ def collect(module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         }
         for entries, group in zip(named, optimizer.param_groups, strict=True)
     ]
-    collected = OptimizerState(class_name=type(optimizer).__name__, groups=groups)
     entries = [entry for of_group in named for entry in of_group if entry.tensor in optimizer.state]
-    scalar_keys = keys_of_scalars(
-        (entry.tensor.ndim, optimizer.state[entry.tensor]) for entry in entries
-    )
+    states = {entry.name: optimizer.state[entry.tensor] for entry in entries}
     for entry in entries:
-        for key, value in optimizer.state[entry.tensor].items():
-            if _is_elementwise(key, value, entry, scalar_keys):
-                collected.elements.append((entry, key, value))
-                collected.dtypes.setdefault(entry.name, {})[key] = value.dtype
-            else:
-                collected.scalars.setdefault(entry.name, {})[key] = value
-    return collected
+        for key, value in states[entry.name].items():
+            _check_state(key, value, entry)
+    scalars, dtypes = _sorted_state(states, {entry.name: entry.tensor.ndim for entry in entries})
+    return OptimizerState(
+        class_name=type(optimizer).__name__,
+        groups=groups,
+        scalars=scalars,
+        dtypes=dtypes,
+        elements=[(e, key, states[e.name][key]) for e in entries for key in dtypes.get(e.name, ())],
+    )
 
 
 def _plain(key: str, value: Any) -> Any:
@@ -212,37 +213,44 @@ def _plain(key: str, value: Any) -> Any:
     )
 
 
-def keys_of_scalars(states: Iterable[tuple[int, Mapping[str, Any]]]) -> set[str]:
-    """Keys that hold one number, from pairs of a parameter's number of dimensions and its state.
-
-    A parameter without dimensions does not tell which of its state is elementwise; others do.
-    """
-    return {"step"} | {
-        key
-        for num_dims, state in states
-        if num_dims > 0
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.ndim == 0
-    }
-
-
-def _is_elementwise(key: str, value: Any, entry: Entry, scalar_keys: set[str]) -> bool:
-    if not isinstance(value, Tensor):
-        if value is None or isinstance(value, bool | int | float | str):
-            return False
+def _check_state(key: str, value: Any, entry: Entry) -> None:
+    if not isinstance(value, Tensor | bool | int | float | str | None):
         raise UnsupportedOperation(
             f"the optimizer's {key!r} of {entry.name!r} is of type {type(value).__name__}; only "
             "tensors and numbers can be saved"
         )
-    if value.shape == entry.tensor.shape and not (value.ndim == 0 and key in scalar_keys):
-        return True
-    if value.ndim == 0:
-        return False
-    raise UnsupportedOperation(
-        f"the optimizer's {key!r} of {entry.name!r} has the shape {list(value.shape)}, neither "
-        f"that of the rank's part, {list(entry.tensor.shape)}, nor one number; only elementwise "
-        "optimizers can be saved"
-    )
+    if isinstance(value, Tensor) and value.ndim > 0 and value.shape != entry.tensor.shape:
+        raise UnsupportedOperation(
+            f"the optimizer's {key!r} of {entry.name!r} has the shape {list(value.shape)}, neither "
+            f"that of the rank's part, {list(entry.tensor.shape)}, nor one number; only "
+            "elementwise optimizers can be saved"
+        )
+
+
+def _sorted_state(
+    states: Mapping[str, Mapping[str, Any]], num_dims: Mapping[str, int]
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, torch.dtype]]]:
+    """The numbers among the state of parameters, and the dtypes of what has a value per element.
+
+    A parameter without dimensions does not tell which of its state is elementwise; others do.
+    """
+    keys = {"step"} | {
+        key
+        for name, state in states.items()
+        if num_dims.get(name, 0) > 0
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.ndim == 0
+    }
+    scalars: dict[str, dict[str, Any]] = {}
+    dtypes: dict[str, dict[str, torch.dtype]] = {}
+    for name, state in states.items():
+        for key, value in state.items():
+            may_be_element = num_dims.get(name) == 0 and key not in keys
+            if isinstance(value, Tensor) and (value.ndim > 0 or may_be_element):
+                dtypes.setdefault(name, {})[key] = value.dtype
+            else:
+                scalars.setdefault(name, {})[key] = value
+    return scalars, dtypes
 
 
 def prepare(
@@ -284,42 +292,35 @@ def prepare(
         for name, keys in saved.dtypes.items()
         for key, dtype in keys.items()
     ]
-    return elements, partial(_install, optimizer, groups, named, saved.scalars, elements)
 
+    def install() -> None:
+        """Let the optimizer have the state, by its own `load_state_dict`."""
+        index = {name: place for place, name in enumerate(entries)}
+        # Copies: an optimizer counts its steps in place.
+        state = {index[name]: copy.deepcopy(values) for name, values in saved.scalars.items()}
+        for entry, key, held in elements:
+            state.setdefault(index[entry.name], {})[key] = held
+        numbered = [
+            {**group, "params": [index[entry.name] for entry in of_group]}
+            for group, of_group in zip(groups, named, strict=True)
+        ]
+        try:
+            optimizer.load_state_dict({"state": state, "param_groups": numbered})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadInput(
+                f"{type(optimizer).__name__} does not take its saved state: "
+                f"{type(error).__name__} {error}"
+            ) from error
+        # torch casts floating-point state to the parameter's dtype, which may hold fewer bits.
+        for entry, key, held in elements:
+            optimizer.state[entry.tensor][key] = held
+        for name, values in saved.scalars.items():
+            for key, value in values.items():
+                if isinstance(value, Tensor) and key != "step":
+                    own = optimizer.state[entries[name].tensor]
+                    own[key] = value.to(own[key].device, copy=True)
 
-def _install(
-    optimizer: Optimizer,
-    groups: list[dict[str, Any]],
-    named: list[list[Entry]],
-    scalars: dict[str, dict[str, Any]],
-    elements: list[ElementState],
-) -> None:
-    """Let the optimizer have the state, by its own `load_state_dict`."""
-    entries = [entry for of_group in named for entry in of_group]
-    index = {entry.name: place for place, entry in enumerate(entries)}
-    # Copies: an optimizer counts its steps in place.
-    state = {index[name]: copy.deepcopy(values) for name, values in scalars.items()}
-    for entry, key, held in elements:
-        state.setdefault(index[entry.name], {})[key] = held
-    numbered = [
-        {**group, "params": [index[entry.name] for entry in of_group]}
-        for group, of_group in zip(groups, named, strict=True)
-    ]
-    try:
-        optimizer.load_state_dict({"state": state, "param_groups": numbered})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadInput(
-            f"{type(optimizer).__name__} does not take its saved state: {type(error).__name__} "
-            f"{error}"
-        ) from error
-    # torch casts floating-point state to the parameter's dtype, which may hold fewer bits.
-    for entry, key, held in elements:
-        optimizer.state[entry.tensor][key] = held
-    for entry in entries:
-        for key, value in scalars.get(entry.name, {}).items():
-            if isinstance(value, Tensor) and key != "step":
-                before = optimizer.state[entry.tensor][key]
-                optimizer.state[entry.tensor][key] = value.to(before.device, copy=True)
+    return elements, install
 
 
 def _memory(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -> Tensor:
@@ -438,8 +439,8 @@ def load_full_optimizer_state_dict(
     """
     ranks = ranks_of(module)
     reads_alone = rank_0_reads_alone(ranks, has_state=bool(state), what="the optimizer's state")
-    shapes = {entry.name: entry.tensor.shape for entry in entries_of(module)}
-    outlines = agree(ranks, lambda: _outline(state, shapes) if state else None)
+    num_dims = {entry.name: entry.tensor.ndim for entry in entries_of(module)}
+    outlines = agree(ranks, lambda: _outline(state, num_dims) if state else None)
     outline = outlines[ranks.rank] or outlines[0]
     assert outline is not None
     elements, install = together(ranks, lambda: prepare(module, optimizer, outline))
@@ -459,27 +460,14 @@ def load_full_optimizer_state_dict(
     install()
 
 
-def _outline(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
+def _outline(state: Mapping[str, Any], num_dims: Mapping[str, int]) -> OptimizerState:
     """What a full state says, without its tensors."""
     if not {"state", "param_groups"} <= state.keys():
         raise BadInput(
             "expected 'state' and 'param_groups' as full_optimizer_state_dict gives them, found "
             f"{sorted(state.keys())}"
         )
-    scalar_keys = keys_of_scalars(
-        (len(shapes.get(name, ())), values) for name, values in state["state"].items()
-    )
-    scalars: dict[str, dict[str, Any]] = {}
-    dtypes: dict[str, dict[str, torch.dtype]] = {}
-    for name, values in state["state"].items():
-        for key, value in values.items():
-            is_number = not isinstance(value, Tensor) or (
-                value.ndim == 0 and (key in scalar_keys or shapes.get(name) != ())
-            )
-            if is_number:
-                scalars.setdefault(name, {})[key] = value
-            else:
-                dtypes.setdefault(name, {})[key] = value.dtype
+    scalars, dtypes = _sorted_state(state["state"], num_dims)
     return OptimizerState(
         class_name=None, groups=list(state["param_groups"]), scalars=scalars, dtypes=dtypes
     )
