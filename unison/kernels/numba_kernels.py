@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from unison.kernels import random
-from unison.kernels.random import COARSE, ORDINARY, Cipher, Distribution, Network, Recipe
+from unison.kernels.random import COARSE, ORDINARY, Cipher, Distribution, Recipe
 
 MIN_PER_THREAD = 1 << 15  # elements below which another thread costs more than it saves
 
@@ -346,7 +346,10 @@ def _cut(num_rows: int, run: int, count: int) -> list[tuple[int, int, int, int]]
 def fill(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
     """Fill `out` as the reference does, on the CPU, with `torch.get_num_threads()` threads."""
     if out.dtype in (torch.bfloat16, torch.float16):
-        _fill_through_float32(out, recipe, starts, run)
+        for piece, begin in random.chunks(out, starts, run, 1 << 20):
+            full = torch.empty(piece.shape, dtype=torch.float32)
+            fill(full, recipe, begin, piece.shape[1])
+            piece.copy_(full)
         return
     target = (out.view(torch.uint8) if out.dtype == torch.bool else out).view(-1).numpy()
     outs = tuple(
@@ -394,21 +397,6 @@ def _decide(out: Tensor, recipe: Recipe, starts: Tensor, run: int, opens: list[n
     out[at] = values
 
 
-def _fill_through_float32(
-    out: Tensor, recipe: Recipe, starts: Tensor, run: int, chunk: int = 1 << 20
-) -> None:
-    rows = out.view(-1, run)
-    rows_at_once = max(1, chunk // run)
-    for row in range(0, len(rows), rows_at_once):
-        part = rows[row : row + rows_at_once]
-        for column in range(0, run, chunk):
-            piece = part[:, column : column + chunk]
-            full = torch.empty(piece.shape, dtype=torch.float32)
-            begin = starts[row : row + rows_at_once] + column
-            fill(full.view(-1), recipe, begin, piece.shape[1])
-            piece.copy_(full)
-
-
 # --- permutations ---------------------------------------------------------------------------------
 
 
@@ -435,13 +423,14 @@ def _permute(x, out, words, n, num_left, num_right, is_inverse):
         out[i] = np.int64(value)
 
 
-def permute(x: Tensor, network: Network, is_inverse: bool) -> Tensor:
-    """Map indices in [0, n) to their images, or back, on the CPU."""
+def permute(
+    x: Tensor, words: Sequence[int], n: int, sides: Sequence[int], is_inverse: bool
+) -> Tensor:
+    """As the reference, on the CPU."""
     source = x.reshape(-1).contiguous()
     out = torch.empty_like(source)
-    sizes = (_U(network.n), _U(network.num_left), _U(network.num_right))
-    words = np.array(network.words, np.uint64)
-    _permute(source.numpy(), out.numpy(), words, *sizes, is_inverse)
+    sizes = map(_U, (n, *sides))
+    _permute(source.numpy(), out.numpy(), np.array(words, np.uint64), *sizes, is_inverse)
     return out.view(x.shape)
 
 

@@ -40,7 +40,6 @@ from unison.kernels.random import (
     ROUND_MAGIC,
     Cipher,
     Distribution,
-    Network,
     Recipe,
     fill_rows,
     normal_of_rank,
@@ -810,25 +809,26 @@ class Permutation:
         self.n = n
         half = math.isqrt(n - 1) + 1  # the square root, rounded up
         num_left = half + half % 2
-        self.network = Network(stream.words, n, num_left, -(-n // num_left))
+        self.sides = [num_left, -(-n // num_left)]
+        self._words = torch.tensor(stream.words)
 
     def __len__(self) -> int:
         return self.n
 
     def __call__(self, indices: Tensor) -> Tensor:
         """Return the images of `indices` (int64, any shape and device)."""
-        return permute(self._checked(indices), self.network, is_inverse=False)
+        return self._permute(indices, is_inverse=False)
 
     def inverse(self, images: Tensor) -> Tensor:
         """Return the indices whose images these are."""
-        return permute(self._checked(images), self.network, is_inverse=True)
+        return self._permute(images, is_inverse=True)
 
-    def _checked(self, indices: Tensor) -> Tensor:
+    def _permute(self, indices: Tensor, is_inverse: bool) -> Tensor:
         if indices.dtype != torch.int64:
             raise BadInput(f"expected int64 indices, found {indices.dtype}")
         if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < self.n):
             raise BadInput(f"expected indices in [0, {self.n})")
-        return indices
+        return permute(indices, self._words, self.n, self.sides, is_inverse)
 
     def __repr__(self) -> str:
         return f"Permutation(n={self.n})"
