@@ -17,16 +17,23 @@ goes from one to the next.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unison.errors import UnsupportedOperation
-from unison.kernels.available import has_triton, is_on_gpu, num_per_tile, spans, takes
+from unison.kernels.available import (
+    has_triton,
+    is_installed,
+    is_on_gpu,
+    num_per_tile,
+    spans,
+    takes,
+    wide_dtype,
+)
 from unison.kernels.random import ROUND_MAGIC, Recipe, fill_rows
 
 # --- one parameter --------------------------------------------------------------------------------
@@ -65,18 +72,13 @@ def column_sums(g: Tensor) -> Tensor:
     """Return Σ_t g_t of g [samples, tokens, features]: [samples, features], float32 at least."""
     if g.stride(2) == 1 and takes(g):
         return _kernels().column_sums(g)
-    return g.sum(1, dtype=torch.promote_types(g.dtype, torch.float32))
-
-
-@cache
-def _has_numba() -> bool:
-    return find_spec("numba") is not None
+    return g.sum(1, dtype=wide_dtype(g.dtype))
 
 
 def _compiled_for(x: Tensor) -> Any:
     """Return the compiled functions where they take x, else None."""
     is_suited = x.device.type == "cpu" and x.dtype in _COMPILED_DTYPES
-    if is_suited and x.numel() >= LEAST_ELEMENTS and _has_numba():
+    if is_suited and x.numel() >= LEAST_ELEMENTS and is_installed("numba"):
         return import_module("unison.kernels.numba_kernels")
     return None
 

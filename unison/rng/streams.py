@@ -439,9 +439,7 @@ def uniform(
     """
     if not (math.isfinite(low) and math.isfinite(high) and low <= high):
         raise BadInput(f"expected low <= high, both finite, found {low=} {high=}")
-    dtype = out.dtype if out is not None else dtype
-    if not dtype.is_floating_point:
-        raise BadInput(f"uniform draws fill floating-point tensors, found {dtype}")
+    dtype = _floating("uniform", dtype, out)
     if low == high:
         least = greatest = _value_in(dtype, low)
     else:
@@ -503,9 +501,7 @@ def truncated_normal(
             f"[{low}, {high}] holds less than {MIN_RANKS / 2**32:.0e} of a normal distribution "
             f"with {mean=} {std=}: too little to draw from in 32 bits"
         )
-    dtype = out.dtype if out is not None else dtype
-    if not dtype.is_floating_point:
-        raise BadInput(f"truncated_normal draws fill floating-point tensors, found {dtype}")
+    dtype = _floating("truncated_normal", dtype, out)
     least = _round_up(dtype, low) if math.isfinite(low) else low
     greatest = -_round_up(dtype, -high) if math.isfinite(high) else high
     floats, ints = (mean + 0.0, std, least, greatest), (first, num_ranks)
@@ -585,6 +581,13 @@ def fill(
         with torch.no_grad():
             out.copy_(target)
     return out
+
+
+def _floating(kind: str, dtype: torch.dtype, out: Tensor | None) -> torch.dtype:
+    dtype = out.dtype if out is not None else dtype
+    if not dtype.is_floating_point:
+        raise BadInput(f"{kind} draws fill floating-point tensors, found {dtype}")
+    return dtype
 
 
 def _finite(**values: float) -> None:
@@ -692,9 +695,8 @@ def secure_normal(
         raise BadInput(f"secure noise needs a stream of Cipher.CHACHA20, found {stream!r}")
     spacing = noise_spacing(std) if spacing is None else spacing
     dtype = out.dtype if out is not None else dtype
-    check.positive(std=std, spacing=spacing)
-    if math.frexp(spacing)[0] != 0.5:
-        raise BadInput(f"spacing must be a power of two, found {spacing!r}")
+    check.positive(std=std)
+    _check_spacing(spacing)
     if dtype not in _MAX_INTEGER:
         raise BadInput(f"secure noise needs float32 or float64 to hold its grid, found {dtype}")
     if std / spacing * MAX_MAGNITUDE >= _MAX_INTEGER[dtype]:
@@ -711,15 +713,19 @@ def secure_normal(
     return fill(stream, where, Distribution.SECURE_NORMAL, dtype, device, out, floats)
 
 
+def _check_spacing(spacing: float) -> None:
+    check.positive(spacing=spacing)
+    if math.frexp(spacing)[0] != 0.5:
+        raise BadInput(f"spacing must be a power of two, found {spacing!r}")
+
+
 def round_to_grid(tensor: Tensor, spacing: float) -> Tensor:
     """Return float64 multiples of `spacing`, the nearest to each element (ties to even).
 
     Raises:
         BadInput: An element is not finite or exceeds 2^51 · spacing, where rounding would fail.
     """
-    check.positive(spacing=spacing)
-    if math.frexp(spacing)[0] != 0.5:
-        raise BadInput(f"spacing must be a power of two, found {spacing!r}")
+    _check_spacing(spacing)
     scaled = tensor.double() * (1.0 / spacing)
     if not bool((scaled.abs() < 2.0**51).all()):
         raise BadInput(
