@@ -28,7 +28,7 @@ from unison.kfac.config import (
     watch_optimizers,
 )
 from unison.kfac.factors import phase, sum_shapes
-from unison.kfac.fisher import Collector, CompiledStatistics, PassRecorder, refuse_private
+from unison.kfac.fisher import CompiledStatistics, PassRecorder, refuse_private
 from unison.kfac.inverse import Columns
 from unison.kfac.labels import Pass, Sampled, refuse_missing, warn_of_shifts
 from unison.kfac.layers import Layer, Method, Routes, assign, cost, describe, layers_of
@@ -144,16 +144,14 @@ class KFAC:
         self._is_ordered = True  # the last update: steps have the bits of any number of ranks
         self._passes: list[Pass] = []
         self._shifts: list[Tensor] = []  # see `Sampled`
-        self._collector = Collector(self._adapter, config)
         self._compiled: CompiledStatistics | None = None
         self._states: dict[int, LayerState] = {}
         self._owners: list[tuple[int, ...]] = []
         self._graft = Graft(config)
         # The module has hooks that ask; they must not keep this object.
         own = weakref.ref(self)
-        self._recorder = PassRecorder(
-            module, self._adapter, lambda: (kfac := own()) is not None and kfac.wants_statistics
-        )
+        is_wanted = lambda: (kfac := own()) is not None and kfac.wants_statistics  # noqa: E731
+        self._recorder = PassRecorder(module, self._adapter, config, is_wanted)
         handle = watch_optimizers([each.parameter for each in self._adapter.params], config.graft)
         self._unwatch = weakref.finalize(self, handle.remove)
         curvatures.add(self)
@@ -418,7 +416,7 @@ class KFAC:
                 undo.enter_context(self._adapter.observing())
                 if self._last_update is None:
                     rows = added(ranks, self._device, sum(each.num_real for each in passes))
-                    found = self._collector.find_layers(passes[0], *rows)
+                    found = self._recorder.find_layers(passes[0], *rows)
                     self._take_layers(broadcast_object(ranks, 0, found))
                 like, edges = self._routes.like, passes[0].rows.edges
                 self._is_ordered = bool(edges)
@@ -434,7 +432,7 @@ class KFAC:
                     compiled = self._compiled_by(backend)
                     undo.enter_context(compiled.attached(passes))
                 with phase("statistics"):
-                    run, pieces = self._collector.run, []
+                    run, pieces = self._recorder.run, []
                     for granule, part in run(passes, self.layers, most, columns, compiled):
                         used = {name for name, _ in part.sums} | part.num_tokens.keys()
                         names = [(self.layers[i].name, key) for i, key in entries]
@@ -520,7 +518,7 @@ class KFAC:
         self._is_ordered = is_ordered
         if not layers:  # found in it
             self.layers, self._states, self._owners = [], {}, []
-            self._collector = Collector(self._adapter, self.config)
+            self._recorder.axes = None
         if self._compiled is not None:
             self._compiled.forget_kinds()
 
