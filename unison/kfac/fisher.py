@@ -196,10 +196,11 @@ class PassRecorder:
         """Make the sums of one part of a pass, compiled if that may be."""
         part, inputs, rows = each.parts[index], each.inputs_of_parts[index], each.num_rows
         is_empty = rows == 0
-        sums = taken = PartSums(layers, self._config, part.mask, part.token_mask, part.num_terms)
+        of_names = {layer.name: layer for layer in layers}
+        sums = taken = PartSums(of_names, self._config, part.mask, part.token_mask, part.num_terms)
         if is_empty:  # a rank without rows runs one of zeros, and counts nothing of it
             rows, inputs = 1, _with_rows(inputs, 1)
-            taken = PartSums([], self._config, None, None, 0)
+            taken = PartSums({}, self._config, None, None, 0)
         with (
             self._prepared(each, has_rows=not is_empty),
             nullcontext() if part.granule is None else of_granule(index),  # of the draws there

@@ -439,18 +439,13 @@ def _stats_of_columns(u: Columns, is_bounded: bool) -> list[float]:
 
 def _refuse_not_finite(name: str, stats: Mapping[str, Sequence[float]]) -> None:
     for side, (size, *_) in stats.items():
-        if math.isfinite(size):
-            continue
-        if side == "d":
+        if not math.isfinite(size):
+            what = "the diagonal" if side == "d" else side.upper()
             raise NotInvertible(
-                f"the diagonal of {name!r} holds values that are not finite: gradients "
-                "overflowed. Lower the learning rate, or compute in a wider dtype"
+                f"{what} of {name!r} holds values that are not finite: the activations or the "
+                "gradients of its last update overflowed. Lower the learning rate, or compute in a "
+                "wider dtype"
             )
-        raise NotInvertible(
-            f"{side.upper()} of {name!r} holds values that are not finite: the activations or the "
-            "gradients of its last update overflowed. Lower the learning rate, or compute in a "
-            "wider dtype"
-        )
 
 
 def _of_diagonals(
@@ -463,7 +458,7 @@ def _of_diagonals(
     for name, (*_, smallest, largest) in stats.items():
         least = 0.0 if most is None else (largest + added) / most
         if not max(smallest + added, least) > 0:
-            raise NotInvertible(_not_positive(f"the diagonal of {name!r}", smallest + added))
+            raise _not_positive(f"the diagonal of {name!r}", smallest + added)
     damped = torch._foreach_add(list(diagonals.values()), added)
     if most is not None:
         torch._foreach_clamp_min_(
@@ -511,7 +506,7 @@ def _by_eigen(
         if not is_joint:
             values[side] += max(dampings[side], _least_damping(largest, config))
             if not float(values[side][0]) > 0:
-                raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}", smallest))
+                raise _not_positive(f"{side.upper()} of {name!r}", smallest)
     if "g" not in factors:
         return {"q_a": vectors["a"], "scale": values["a"].reciprocal()[None, :]}
     products = values["g"][:, None] * values["a"][None, :]
@@ -519,7 +514,7 @@ def _by_eigen(
         joint = max(config.joint_damping, _least_damping(float(products.max()), config))
         products = products + joint
         if not float(products.min()) > 0:
-            raise NotInvertible(_not_positive(f"G ⊗ A of {name!r}", float(products.min())))
+            raise _not_positive(f"G ⊗ A of {name!r}", float(products.min()))
     return {"q_a": vectors["a"], "q_g": vectors["g"], "scale": products.reciprocal()}
 
 
@@ -603,7 +598,7 @@ def _by_columns(
     """The inverse of U'U + d I; rows that are orthogonal need no S."""
     u, added = _columns_of(own, side), damping + float(own[f"t_{side}"])
     if not added > 0:
-        raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}, of low rank,", 0.0))
+        raise _not_positive(f"{side.upper()} of {name!r}, of low rank,", 0.0)
     scale = u.like.new_full((1, 1), 1 / added)
     if is_orthogonal:
         squares = (each.double().square().sum(dim=1, keepdim=True) for each in u.blocks)
@@ -614,7 +609,7 @@ def _by_columns(
         matrix.diagonal().add_(added)
         lower, info = torch.linalg.cholesky_ex(matrix)
         if int(info):
-            raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}", added))
+            raise _not_positive(f"{side.upper()} of {name!r}", added)
         wide = (each.double() for each in u.blocks)
         found = (torch.linalg.solve_triangular(lower, each, upper=False) for each in wide)
         ws = [each.to(u.like.dtype) for each in found]
@@ -632,7 +627,7 @@ def _by_softmax(name: str, own: Factors, damping: float) -> Inverse:
     s -= u.add(products, u.count, u.count, is_wide=True)
     lower, info = torch.linalg.cholesky_ex(s)
     if int(info) or not float(diagonal.min()) > 0:
-        raise NotInvertible(_not_positive(f"G of the head {name!r}", float(diagonal.min())))
+        raise _not_positive(f"G of the head {name!r}", float(diagonal.min()))
     vs = []
     for part, d in zip(u.blocks, of_blocks, strict=True):
         v = torch.linalg.solve_triangular(lower, part.double() / d, upper=False)
@@ -661,7 +656,7 @@ def _joint_by_columns(
     largest = math.prod(each[-1] for each in stats.values())
     damping = max(config.joint_damping, _least_damping(largest, config))
     if not damping > 0:
-        raise NotInvertible(_not_positive(f"G ⊗ A of {name!r}, of low rank,", 0.0))
+        raise _not_positive(f"G ⊗ A of {name!r}, of low rank,", 0.0)
     products = values["g"][:, None] * values["a"][None, :]
     found["c"] = (damping * (damping + products)).reciprocal()
     found["s"] = products.new_full((1, 1), 1 / damping)
@@ -740,11 +735,11 @@ def _with_more(factor: Tensor, damping: float, name: str, side: str) -> Tensor:
             if bool(is_right):
                 return inverse
     smallest = float(torch.linalg.eigvalsh(factor.double())[0])
-    raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}", smallest))
+    raise _not_positive(f"{side.upper()} of {name!r}", smallest)
 
 
-def _not_positive(what: str, smallest: float) -> str:
-    return (
+def _not_positive(what: str, smallest: float) -> NotInvertible:
+    return NotInvertible(
         f"{what} cannot be inverted: its smallest eigenvalue is {smallest:.3g}. Raise damping, set "
         "max_condition_number, or collect more tokens per update"
     )

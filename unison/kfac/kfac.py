@@ -8,6 +8,7 @@ import itertools
 import math
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -210,17 +211,9 @@ class KFAC:
                 "`if kfac.wants_statistics: kfac.sample(logits).backward(retain_graph=True)`"
             )
         current = self._recorder.current
-        return Sampled(
-            current,
-            logits,
-            mask,
-            token_mask,
-            self.config,
-            self.num_steps,
-            divisor,
-            self._passes,
-            self._shifts if self._last_update is None else None,
-        )
+        shifts = self._shifts if self._last_update is None else None
+        of_step = self.config, self.num_steps, divisor, self._passes, shifts
+        return Sampled(current, logits, mask, token_mask, *of_step)
 
     # --- the step --------------------------------------------------------------------------------
 
@@ -298,17 +291,15 @@ class KFAC:
                 return None
             bad = [each.name for each, own in zip(held, values[1:], strict=False) if not own]
             own = [f"the gradient of {name!r} on rank {ranks.rank} is not finite" for name in bad]
-            return self._first(own[0] if own else None)
+            return self._agreed(own[0] if own else None)
 
         return is_overflow, find
 
     def _agreed(self, reason: str | None) -> str | None:
         """The first reason that any rank has; a collective."""
         is_any = largest(self._adapter.ranks, self._device, int(reason is not None))[0]
-        return self._first(reason) if is_any and has_values() else None
-
-    def _first(self, reason: str | None) -> str:
-        """The first reason of any rank, where one has some; a collective."""
+        if not is_any or not has_values():
+            return None
         reasons = gather_objects(self._adapter.ranks, reason)
         return next(each for each in reasons if each is not None)
 
@@ -328,12 +319,17 @@ class KFAC:
             reason = self._update_factors(scale, find_overflow)
             if reason is not None:
                 return reason
-        every = self.config.invert_every
-        is_fresh = self._last_update == self.num_steps
-        if self._last_update is not None and (
-            is_fresh if every is None else self._is_due(every, self._last_inverse)
-        ):
-            self._invert()
+        every, states = self.config.invert_every, self._states.values()
+        is_due = self._last_update == self.num_steps
+        if every is not None:
+            is_due = self._last_update is not None and self._is_due(every, self._last_inverse)
+        if is_due:
+            with phase("inverses"):  # what fails on one rank raises on all, with the same words
+                together(
+                    self._adapter.ranks,
+                    lambda: invert_layers(states, self.config, is_together=self._is_together),
+                )
+            self._last_inverse = self.num_steps
         if not self.layers:
             assert self.config.policy == "identity", "statistics are wanted at the first step"
             self._take_layers(layers_of({}, self._shapes, self.config))
@@ -368,13 +364,10 @@ class KFAC:
         products = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         shared = self._with_shared_rows()
         for index, state in self._states.items():
-            pairs = [
-                [(steps[key].reshape(-1), gradients[key].reshape(-1)) for key in own]
-                for own in state.keys_of_blocks
-                if own[0] in steps
-            ]
-            zero = products.new_zeros(())
-            dots = (sum((a.double() @ b.double() for a, b in own), zero) for own in pairs)
+            zero, blocks = products.new_zeros(()), state.keys_of_blocks
+            pairs = [[(steps[key], gradients[key]) for key in b] for b in blocks if b[0] in steps]
+            flat = ([(a.flatten().double(), b.flatten().double()) for a, b in own] for own in pairs)
+            dots = (sum((a @ b for a, b in own), zero) for own in flat)
             total: Any = 0.0
             if state in shared and state.shared is not None:
                 total = state.shared.add(dots, (), products)
@@ -480,17 +473,17 @@ class KFAC:
         held = [(i, layer, side) for i, layer in enumerate(self.layers) for side in layer.low_rank]
         if not held:
             return {}
-        owners: dict[tuple[str, str], Sequence[int]] = {}
         places: dict[tuple[str, str], tuple[str, int, int]] = {}  # a side, and rows of it
+        owners: dict[tuple[str, str], Sequence[int]] = {}
         for i, layer, side in held:
             shared = self._states[i].shared if side == "g" and layer.block_rows else None
             if shared is None:
-                owners[layer.name, f"u_{side}"] = self._owners[i]
                 places[layer.name, f"u_{side}"] = side, 0, layer.side(side)
+                owners[layer.name, f"u_{side}"] = self._owners[i]
                 continue
             for number, (low, high) in enumerate(layer.blocks):
-                owners[layer.name, f"u_g#{number}"] = (shared.owner(number),)
                 places[layer.name, f"u_g#{number}"] = "g", low, high
+                owners[layer.name, f"u_g#{number}"] = (shared.owner(number),)
         cut = [
             (
                 granule,
@@ -504,13 +497,12 @@ class KFAC:
         ]
         widths = {key: high - low for key, (_, low, high) in places.items()}
         found, counts = gather_rows(self._adapter.ranks, cut, owners, widths, like)
-        by_layer: dict[int, dict[str, Columns]] = {}
+        by_layer: dict[int, dict[str, Columns]] = defaultdict(dict)
         for i, layer, side in held:
             if i in self._states:
                 own = {key: rows for (name, key), rows in found.items() if name == layer.name}
                 count = counts.get((layer.name, "u_g#0"), 0)  # as many in every block
-                columns = self._states[i].columns(side, own, count)
-                by_layer.setdefault(i, {})[side] = columns
+                by_layer[i][side] = self._states[i].columns(side, own, count)
         return by_layer
 
     def _forget_update(self, layers: list[Layer], is_ordered: bool) -> None:
@@ -535,16 +527,6 @@ class KFAC:
             )
         return known
 
-    def _invert(self) -> None:
-        """Invert this rank's layers; what fails on one rank raises on all, with the same words."""
-        states, is_together = self._states.values(), self._is_together
-        with phase("inverses"):
-            together(
-                self._adapter.ranks,
-                lambda: invert_layers(states, self.config, is_together=is_together),
-            )
-        self._last_inverse = self.num_steps
-
     # --- layers and their owners -----------------------------------------------------------------
 
     def _take_layers(self, layers: list[Layer]) -> None:
@@ -556,15 +538,12 @@ class KFAC:
         self._owners = [
             everyone if layer.block_rows else own for layer, own in zip(layers, owners, strict=True)
         ]
-        shared = [
-            SharedBlocks(ranks, len(layer.blocks)) if layer.block_rows else None for layer in layers
-        ]
-        self._routes = Routes(self._adapter, layers, self._owners)
-        self._states = {
-            index: LayerState(layer, self.config, self._graft, self._routes.like, shared[index])
-            for index, layer in enumerate(layers)
-            if ranks.rank in self._owners[index]
-        }
+        self._routes, self._states = Routes(self._adapter, layers, self._owners), {}
+        for index, layer in enumerate(layers):
+            if ranks.rank in self._owners[index]:
+                shared = SharedBlocks(ranks, len(layer.blocks)) if layer.block_rows else None
+                state = LayerState(layer, self.config, self._graft, self._routes.like, shared)
+                self._states[index] = state
         self._preconditioner = Preconditioner(self._states.values(), self._graft)
 
     def _with_shared_rows(self) -> list[LayerState]:
@@ -647,15 +626,11 @@ class KFAC:
         """
         self._take_stored([each["layer"] for each in state["layers"]], state.get("settings"))
         for index, own in self._states.items():
-            tensors = state["layers"][index]["tensors"].items()
-            stored = [(key, each) for key, each in tensors if own.holds(key)]
-            # Copies where layers compute; single numbers stay on the host.
-            own.load(
-                {
-                    key: each.to(self._device if each.ndim else "cpu", copy=True)
-                    for key, each in stored
-                }
-            )
+            tensors = {}
+            for key, each in state["layers"][index]["tensors"].items():
+                if own.holds(key):  # copies where layers compute; single numbers stay on the host
+                    tensors[key] = each.to(self._device if each.ndim else "cpu", copy=True)
+            own.load(tensors)
         self._go_on(state)
 
     def save(self, folder: str | Path) -> None:
