@@ -138,7 +138,7 @@ def is_dense(x: Tensor) -> bool:
     return x.is_contiguous() or (x.ndim == 2 and x.stride(1) == 1) or x[:1].is_contiguous()
 
 
-# --- the operations -------------------------------------------------------------------------------
+# --- the operations: where kernels take the tensors, theirs; else the reference, in plain torch ---
 
 
 NoiseDraw = tuple[Tensor, Sequence[int]]
@@ -154,7 +154,10 @@ def squares(values: Sequence[Tensor]) -> Tensor:
 
     On CUDA a tile is added in float32 (its roundings: `SQUARE_ROUNDINGS`), tiles in float64.
     """
-    return _kernels().squares(values) if is_fast(values) else squares_reference(values)
+    if is_fast(values):
+        return _kernels().squares(values)
+    rows = [each.reshape(len(each), math.prod(each.shape[1:])) for each in values]
+    return torch.stack([each.double().square().sum(1) for each in rows])
 
 
 def combine(
@@ -165,7 +168,7 @@ def combine(
     add: bool = False,
     spacing: float = 1.0,
 ) -> None:
-    """Write Σ_b w_b X_b of every tensor to its output, or add it.
+    """Write Σ_b w_b X_b of every tensor to its output, or add it: one sample after the other.
 
     Args:
         values: X [samples, ...] of each.
@@ -177,8 +180,15 @@ def combine(
     """
     if is_fast(values):
         _kernels().release(values, weights, None, spacing, outs, add=add)
-    else:
-        combine_reference(values, weights, outs, add=add, spacing=spacing)
+        return
+    for each, row, out in zip(values, weights, outs, strict=True):
+        total = torch.zeros_like(out, dtype=torch.float64)
+        for x, weight in zip(each, row.double(), strict=False):  # the row may be longer: zeros
+            total += weight * x.double().reshape(out.shape).masked_fill(weight == 0, 0.0)
+        total /= spacing
+        if not out.is_floating_point():
+            total.round_()
+        out.copy_(out + total if add else total)
 
 
 def release(
@@ -198,8 +208,22 @@ def release(
         divisor: A public constant.
         outs: Contiguous; their dtype is that of the result.
     """
-    make = _kernels().release if is_fast(values) else release_reference
-    make(values, weights, noise, divisor, outs)
+    if is_fast(values):
+        _kernels().release(values, weights, noise, divisor, outs)
+        return
+    totals = [torch.empty_like(out, dtype=torch.float64) for out in outs]
+    combine(values, weights, totals)
+    if noise is not None:
+        recipes, starts = noise
+        for total, row, start in zip(totals, recipes.cpu(), starts, strict=True):
+            drawn, recipe = torch.empty_like(total, dtype=torch.float32), Recipe.unpack(row)
+            fill_rows(drawn, recipe, torch.tensor([start]), drawn.numel())
+            spacing = recipe.floats[1]
+            on_grid = (total / spacing + ROUND_MAGIC - ROUND_MAGIC) * spacing
+            total.copy_(on_grid + drawn.double())
+    for total, out in zip(totals, outs, strict=True):
+        made = total if out.dtype == torch.float64 else total.float()
+        out.copy_(made * torch.tensor(1.0 / divisor, dtype=torch.float32))
 
 
 def moments(
@@ -227,77 +251,9 @@ def moments(
     Returns:
         [tensors], float64.
     """
-    make = moments_reference
     if takes(*gradients) and all(each.dtype == torch.float32 for each in gradients):
-        make = import_module("unison.kernels.kfac_triton").moments  # of means that lie in rows, too
-    return make(gradients, means, variances, count, betas, eps, is_held)
-
-
-def _kernels() -> Any:
-    return import_module("unison.kernels.multi_tensor_triton")
-
-
-# --- the reference, in plain torch ----------------------------------------------------------------
-
-
-def squares_reference(values: Sequence[Tensor]) -> Tensor:
-    """Return Σ x² of every tensor and sample: [tensors, samples], float64."""
-    rows = [each.reshape(len(each), math.prod(each.shape[1:])) for each in values]
-    return torch.stack([each.double().square().sum(1) for each in rows])
-
-
-def combine_reference(
-    values: Sequence[Tensor],
-    weights: Tensor,
-    outs: Sequence[Tensor],
-    *,
-    add: bool = False,
-    spacing: float = 1.0,
-) -> None:
-    """See `combine`: one sample after the other, as the kernel does."""
-    for each, row, out in zip(values, weights, outs, strict=True):
-        total = torch.zeros_like(out, dtype=torch.float64)
-        for x, weight in zip(each, row.double(), strict=False):  # the row may be longer: zeros
-            total += weight * x.double().reshape(out.shape).masked_fill(weight == 0, 0.0)
-        total /= spacing
-        if not out.is_floating_point():
-            total.round_()
-        out.copy_(out + total if add else total)
-
-
-def release_reference(
-    values: Sequence[Tensor],
-    weights: Tensor,
-    noise: NoiseDraw | None,
-    divisor: float,
-    outs: Sequence[Tensor],
-) -> None:
-    """See `release`."""
-    totals = [torch.empty_like(out, dtype=torch.float64) for out in outs]
-    combine_reference(values, weights, totals)
-    if noise is not None:
-        recipes, starts = noise
-        for total, row, start in zip(totals, recipes.cpu(), starts, strict=True):
-            drawn, recipe = torch.empty_like(total, dtype=torch.float32), Recipe.unpack(row)
-            fill_rows(drawn, recipe, torch.tensor([start]), drawn.numel())
-            spacing = recipe.floats[1]
-            on_grid = (total / spacing + ROUND_MAGIC - ROUND_MAGIC) * spacing
-            total.copy_(on_grid + drawn.double())
-    for total, out in zip(totals, outs, strict=True):
-        made = total if out.dtype == torch.float64 else total.float()
-        out.copy_(made * torch.tensor(1.0 / divisor, dtype=torch.float32))
-
-
-def moments_reference(
-    gradients: Sequence[Tensor],
-    means: Sequence[Tensor],
-    variances: Sequence[Tensor],
-    count: int,
-    betas: tuple[float, float],
-    eps: float,
-    is_held: Tensor | None = None,
-) -> Tensor:
-    """See `moments`."""
+        kernel = import_module("unison.kernels.kfac_triton").moments  # of means in rows, too
+        return kernel(gradients, means, variances, count, betas, eps, is_held)
     found = []
     for g, mean, variance in zip(gradients, means, variances, strict=True):
         m = torch.lerp(mean, g, 1 - betas[0])
@@ -308,6 +264,10 @@ def moments_reference(
             mean.copy_(m)
             variance.copy_(v)
     return torch.stack(found)
+
+
+def _kernels() -> Any:
+    return import_module("unison.kernels.multi_tensor_triton")
 
 
 # --- tables on the device -------------------------------------------------------------------------
