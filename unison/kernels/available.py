@@ -21,6 +21,7 @@ def is_installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
+@cache
 def has_triton() -> bool:
     """Return whether Triton is installed."""
     return is_installed("triton")

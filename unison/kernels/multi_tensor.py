@@ -32,7 +32,6 @@ from unison.kernels.available import (
     num_per_tile,
     spans,
     takes,
-    wide_dtype,
 )
 from unison.kernels.random import ROUND_MAGIC, Recipe, fill_rows
 
@@ -72,7 +71,7 @@ def column_sums(g: Tensor) -> Tensor:
     """Return Σ_t g_t of g [samples, tokens, features]: [samples, features], float32 at least."""
     if g.stride(2) == 1 and takes(g):
         return _kernels().column_sums(g)
-    return g.sum(1, dtype=wide_dtype(g.dtype))
+    return g.sum(1, dtype=torch.promote_types(g.dtype, torch.float32))
 
 
 def _compiled_for(x: Tensor) -> Any:
@@ -85,9 +84,13 @@ def _compiled_for(x: Tensor) -> Any:
 
 def squared_norms(x: Tensor) -> Tensor:
     """Return Σ_i x[b, i]² of x [batch, numel]: [batch], float64, added in float64."""
-    compiled = _compiled_for(x)
-    run = squared_norms_reference if compiled is None else compiled.squared_norms
-    return run(x.detach())
+    x = x.detach()
+    if (compiled := _compiled_for(x)) is not None:
+        return compiled.squared_norms(x)
+    total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    for part in spans(x.shape[1], num_per_tile(8 * len(x), x.device)):
+        total += x[:, part].double().square().sum(1)
+    return total
 
 
 def weighted_sum(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
@@ -99,26 +102,15 @@ def weighted_sum(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
         out: [numel], float32 or float64. The sum is float64 and is rounded once, to its dtype.
     """
     assert weights.dtype == torch.float64, weights.dtype
-    compiled = _compiled_for(x)
-    run = weighted_sum_reference if compiled is None else compiled.weighted_sum
-    run(x.detach(), weights, out)
-    return out
-
-
-def squared_norms_reference(x: Tensor) -> Tensor:
-    """See `squared_norms`: in plain torch, by float64 tiles, on any device."""
-    total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    for part in spans(x.shape[1], num_per_tile(8 * len(x), x.device)):
-        total += x[:, part].double().square().sum(1)
-    return total
-
-
-def weighted_sum_reference(x: Tensor, weights: Tensor, out: Tensor) -> None:
-    """See `weighted_sum`: in plain torch, by float64 tiles, on any device."""
+    x = x.detach()
+    if (compiled := _compiled_for(x)) is not None:
+        compiled.weighted_sum(x, weights, out)
+        return out
     is_out = (weights == 0).unsqueeze(1)
     for part in spans(x.shape[1], num_per_tile(8 * len(x), x.device)):
-        tile = x[:, part].double().masked_fill(is_out, 0.0)  # [batch, elements in the tile]
+        tile = x[:, part].double().masked_fill(is_out, 0.0)  # [batch, elements of a tile]
         out[part] = weights @ tile
+    return out
 
 
 # --- many parameters ------------------------------------------------------------------------------

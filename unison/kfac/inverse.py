@@ -123,6 +123,11 @@ class Columns:
         numbers = self.shared.numbers
         return {f"{key}#{number}": each for number, each in zip(numbers, values, strict=True)}
 
+    @property
+    def number(self) -> "Inverse":
+        """How many columns there are, where a rank may have none of their rows."""
+        return {} if self.shared is None else {"k_g": torch.tensor(self.count)}
+
 
 Factors = Mapping[str, Any]
 """A as `a` and G as `g`, or A alone where G is the identity; or a diagonal as `d`.
@@ -301,9 +306,7 @@ def invert(
     """
     found: dict[str, Inverse] = {name: {} for name in curvatures}
     diagonals = {name: own["d"] for name, own in curvatures.items() if "d" in own}
-    sides: list[tuple[str, str]] = []  # of those that Cholesky inverts; a block is one
-    factors: list[Tensor] = []
-    dampings: list[float] = []
+    jobs: list[Job] = []  # of Cholesky; a block is one
     stats = _stats_of(curvatures, config, is_together=is_together)
     for name, own in curvatures.items():
         _refuse_not_finite(name, stats[name])
@@ -321,23 +324,19 @@ def invert(
             added = max(damping[side], _least_damping(largest, config))
             if side in own or f"blocks_{side}" in own:
                 matrices = [own[side]] if side in own else blocks_of(own[f"blocks_{side}"])
-                sides += [(name, side)] * len(matrices)
-                factors += matrices
-                dampings += [added] * len(matrices)
+                for each in matrices:
+                    padding = padding_of(len(each), each) if side == "a" and side in own else 0
+                    jobs.append((name, side, each, added, padding))
             elif f"p_{side}" in own:
                 found[name] |= _by_softmax(name, own, added)
             else:
                 is_orthogonal = config.has_rank
                 found[name] |= _by_columns(name, side, own, added, is_orthogonal=is_orthogonal)
-    paddings = [
-        padding_of(len(each), each) if side == "a" and side in curvatures[name] else 0
-        for (name, side), each in zip(sides, factors, strict=True)
-    ]
     found |= _of_diagonals(diagonals, {name: stats[name]["d"] for name in diagonals}, config)
-    inverses = _by_cholesky(sides, factors, dampings, paddings, is_together=is_together)
     of_sides: dict[tuple[str, str], list[Tensor]] = {}
-    for key, inverse in zip(sides, inverses, strict=True):
-        of_sides.setdefault(key, []).append(inverse)
+    inverses = _by_cholesky(jobs, is_together=is_together)
+    for (name, side, *_), inverse in zip(jobs, inverses, strict=True):
+        of_sides.setdefault((name, side), []).append(inverse)
     for (name, side), own in of_sides.items():
         if side in curvatures[name]:
             has_padding = len(own[0]) > len(curvatures[name][side])
@@ -587,11 +586,6 @@ def _columns_of(own: Factors, side: str) -> Columns:
     return u if isinstance(u, Columns) else Columns.whole(u)
 
 
-def _number_of(u: Columns) -> Inverse:
-    """How many columns there are, where a rank may have none of their rows."""
-    return {} if u.shared is None else {"k_g": torch.tensor(u.count)}
-
-
 def _by_columns(
     name: str, side: str, own: Factors, damping: float, *, is_orthogonal: bool
 ) -> Inverse:
@@ -613,7 +607,7 @@ def _by_columns(
         wide = (each.double() for each in u.blocks)
         found = (torch.linalg.solve_triangular(lower, each, upper=False) for each in wide)
         ws = [each.to(u.like.dtype) for each in found]
-    return u.named(f"w_{side}", ws) | {f"s_{side}": scale} | _number_of(u)
+    return u.named(f"w_{side}", ws) | {f"s_{side}": scale} | u.number
 
 
 def _by_softmax(name: str, own: Factors, damping: float) -> Inverse:
@@ -633,7 +627,7 @@ def _by_softmax(name: str, own: Factors, damping: float) -> Inverse:
         v = torch.linalg.solve_triangular(lower, part.double() / d, upper=False)
         vs.append(v.to(part.dtype))
     ds = [d.reciprocal().to(u.like.dtype)[:, None] for d in of_blocks]
-    return u.named("v_g", vs) | u.named("d_g", ds) | _number_of(u)
+    return u.named("v_g", vs) | u.named("d_g", ds) | u.number
 
 
 def _joint_by_columns(
@@ -652,7 +646,7 @@ def _joint_by_columns(
             values[side], vectors = u.eigen(u.gram())
             values[side] = values[side].clamp(min=0.0)
             found |= u.named(f"b_{side}", [each.double().T @ vectors for each in u.blocks])
-            found |= _number_of(u)
+            found |= u.number
     largest = math.prod(each[-1] for each in stats.values())
     damping = max(config.joint_damping, _least_damping(largest, config))
     if not damping > 0:
@@ -669,48 +663,43 @@ def _joint_by_columns(
 # --- Cholesky -------------------------------------------------------------------------------------
 
 
-def _by_cholesky(
-    sides: Sequence[tuple[str, str]],
-    factors: Sequence[Tensor],
-    dampings: Sequence[float],
-    paddings: Sequence[int],
-    *,
-    is_together: bool,
-) -> list[Tensor]:
-    """(factor + damping I)⁻¹ of each, with more digits and then more damping where that fails.
+Job = tuple[str, str, Tensor, float, int]
+"""A layer and its side, the matrix to invert, what is added to its diagonal, and rows of padding
+that the inverse may end with."""
+
+
+def _by_cholesky(jobs: Sequence[Job], *, is_together: bool) -> list[Tensor]:
+    """(matrix + damping I)⁻¹ of each, with more digits and then more damping where that fails.
 
     Those that were made together are views of one memory, with some rows and columns of padding.
     """
-    if not factors:
+    if not jobs:
         return []
     groups: dict[object, list[int]] = {}
-    sizes = joint_sizes([len(each) + padding_of(len(each), each) for each in factors])
-    for number, factor in enumerate(factors):
-        goes_along = is_together and is_gpu(factor) and len(factor) > 0
+    matrices = [matrix for _, _, matrix, _, _ in jobs]
+    sizes = joint_sizes([len(each) + padding_of(len(each), each) for each in matrices])
+    for number, matrix in enumerate(matrices):
+        goes_along = is_together and is_gpu(matrix) and len(matrix) > 0
         groups.setdefault(sizes[number] if goes_along else (number,), []).append(number)
     # The largest first: small ones fill what is idle at the end.
-    places = sorted(groups.values(), key=lambda own: -len(factors[own[0]]))
+    places = sorted(groups.values(), key=lambda own: -len(matrices[own[0]]))
 
     def invert_group(own: list[int]) -> tuple[Sequence[Tensor], Tensor]:
+        _, _, alike, dampings, paddings = zip(*(jobs[number] for number in own), strict=True)
         if len(own) == 1:
-            inverse, is_right = _try(factors[own[0]], dampings[own[0]])
+            inverse, is_right = _try(alike[0], dampings[0])
             return [inverse], is_right.reshape(1)
-        matrices = [factors[number] for number in own]
-        added = [dampings[number] for number in own]
-        extra = [paddings[number] for number in own]
-        return inverses_of_positive(matrices, added, sizes[own[0]], extra)
+        return inverses_of_positive(alike, dampings, sizes[own[0]], paddings)
 
     with full_float32():
-        jobs = [functools.partial(invert_group, own) for own in places]
-        found = side_by_side(jobs, factors[0].device)
+        works = [functools.partial(invert_group, own) for own in places]
+        found = side_by_side(works, matrices[0].device)
         is_inverted = iter(torch.cat([is_right for _, is_right in found]).tolist())
         done = {}
         for own, (inverses, _) in zip(places, found, strict=True):
             for number, inverse in zip(own, inverses, strict=True):
-                if not next(is_inverted):
-                    inverse = _with_more(factors[number], dampings[number], *sides[number])
-                done[number] = inverse
-    return [done[number] for number in range(len(factors))]
+                done[number] = inverse if next(is_inverted) else _with_more(*jobs[number])
+    return [done[number] for number in range(len(jobs))]
 
 
 def _try(
@@ -723,7 +712,7 @@ def _try(
     return inverse.to(factor.dtype), is_right
 
 
-def _with_more(factor: Tensor, damping: float, name: str, side: str) -> Tensor:
+def _with_more(name: str, side: str, factor: Tensor, damping: float, _: int) -> Tensor:
     """The inverse of what was not inverted at once; the GPU is waited for at every try."""
     largest = float(factor.diagonal().max()) if len(factor) else 0.0
     jitters = [0.0]

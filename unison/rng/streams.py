@@ -695,8 +695,9 @@ def secure_normal(
         raise BadInput(f"secure noise needs a stream of Cipher.CHACHA20, found {stream!r}")
     spacing = noise_spacing(std) if spacing is None else spacing
     dtype = out.dtype if out is not None else dtype
-    check.positive(std=std)
-    _check_spacing(spacing)
+    check.positive(std=std, spacing=spacing)
+    if math.frexp(spacing)[0] != 0.5:
+        raise BadInput(f"spacing must be a power of two, found {spacing!r}")
     if dtype not in _MAX_INTEGER:
         raise BadInput(f"secure noise needs float32 or float64 to hold its grid, found {dtype}")
     if std / spacing * MAX_MAGNITUDE >= _MAX_INTEGER[dtype]:
@@ -713,19 +714,15 @@ def secure_normal(
     return fill(stream, where, Distribution.SECURE_NORMAL, dtype, device, out, floats)
 
 
-def _check_spacing(spacing: float) -> None:
-    check.positive(spacing=spacing)
-    if math.frexp(spacing)[0] != 0.5:
-        raise BadInput(f"spacing must be a power of two, found {spacing!r}")
-
-
 def round_to_grid(tensor: Tensor, spacing: float) -> Tensor:
     """Return float64 multiples of `spacing`, the nearest to each element (ties to even).
 
     Raises:
         BadInput: An element is not finite or exceeds 2^51 · spacing, where rounding would fail.
     """
-    _check_spacing(spacing)
+    check.positive(spacing=spacing)
+    if math.frexp(spacing)[0] != 0.5:
+        raise BadInput(f"spacing must be a power of two, found {spacing!r}")
     scaled = tensor.double() * (1.0 / spacing)
     if not bool((scaled.abs() < 2.0**51).all()):
         raise BadInput(
