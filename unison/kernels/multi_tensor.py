@@ -25,14 +25,7 @@ import torch
 from torch import Tensor
 
 from unison.errors import UnsupportedOperation
-from unison.kernels.available import (
-    has_triton,
-    is_installed,
-    is_on_gpu,
-    num_per_tile,
-    spans,
-    takes,
-)
+from unison.kernels.available import has_triton, is_installed, is_on_gpu, num_per_tile, spans, takes
 from unison.kernels.random import ROUND_MAGIC, Recipe, fill_rows
 
 # --- one parameter --------------------------------------------------------------------------------

@@ -83,12 +83,7 @@ def token_weights(
 
 
 def token_rows(
-    record: Product,
-    weights: Tensor | None,
-    *,
-    sharing: str,
-    wants_a: bool,
-    wants_g: bool,
+    record: Product, weights: Tensor | None, *, sharing: str, wants_a: bool, wants_g: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The vectors of one use whose products are added up, without a bias.
 

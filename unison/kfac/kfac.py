@@ -21,33 +21,15 @@ from torch.optim import Optimizer
 
 from unison.capture.torch_compile import uncompile, unwrapped
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kfac.config import (
-    Every,
-    KFACConfig,
-    loss_scale,
-    refuse_adaptive,
-    watch_optimizers,
-)
+from unison.kfac.config import Every, KFACConfig, loss_scale, refuse_adaptive, watch_optimizers
 from unison.kfac.factors import phase, sum_shapes
 from unison.kfac.fisher import CompiledStatistics, PassRecorder, refuse_private
 from unison.kfac.inverse import Columns
 from unison.kfac.labels import Pass, Sampled, refuse_missing, warn_of_shifts
 from unison.kfac.layers import Layer, Method, Routes, assign, cost, describe, layers_of
 from unison.kfac.linalg import all_finite, is_gpu, largest_elements
-from unison.kfac.precondition import (
-    Graft,
-    LayerState,
-    Preconditioner,
-    invert_layers,
-    update_layers,
-)
-from unison.parallel import (
-    ParallelAdapter,
-    TensorParallel,
-    adapter_class,
-    adapter_of,
-    curvatures,
-)
+from unison.kfac.precondition import Graft, LayerState, Preconditioner, invert_layers, update_layers
+from unison.parallel import ParallelAdapter, TensorParallel, adapter_class, adapter_of, curvatures
 from unison.parallel.exchange import (
     OwnerSums,
     SharedBlocks,
@@ -59,13 +41,7 @@ from unison.parallel.exchange import (
 from unison.shard.ranks import from_rank_0, gather_objects, together
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
 from unison.shard.state.entries import FlatPart
-from unison.torch_internals import (
-    DynamoBackend,
-    has_values,
-    is_dtensor,
-    machine_of,
-    sent_to_host,
-)
+from unison.torch_internals import DynamoBackend, has_values, is_dtensor, machine_of, sent_to_host
 
 MOST_HEAD_TOKENS = 2048  # of an update, about, whose probabilities make columns
 

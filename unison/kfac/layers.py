@@ -610,10 +610,7 @@ class Routes:
     """
 
     def __init__(
-        self,
-        adapter: ParallelAdapter,
-        layers: Sequence[Layer],
-        owners: Sequence[tuple[int, ...]],
+        self, adapter: ParallelAdapter, layers: Sequence[Layer], owners: Sequence[tuple[int, ...]]
     ) -> None:
         self._ranks, self._num_places = adapter.ranks, adapter.num_places
         dtype = torch.float32

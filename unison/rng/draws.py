@@ -167,11 +167,7 @@ class SeedOperations(TorchDispatchMode):
 
 
 def call_per_sample(
-    func: Any,
-    args: tuple,
-    kwargs: dict[str, Any],
-    draws: BatchDraws,
-    dim: int | None = None,
+    func: Any, args: tuple, kwargs: dict[str, Any], draws: BatchDraws, dim: int | None = None
 ) -> Any:
     """Call a function that draws from torch's generator, once for each sample.
 
@@ -389,12 +385,7 @@ _ATTENTION: dict[str, Any] = {  # after query, key and value
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *args: Any,
-    draws: BatchDraws,
-    **given: Any,
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, draws: BatchDraws, **given: Any
 ) -> Tensor:
     """Return `F.scaled_dot_product_attention` with dropout.
 

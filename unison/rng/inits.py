@@ -107,13 +107,7 @@ _EXACT = {Bernoulli: streams.bernoulli, Integers: streams.integers}
 
 
 def fill_(
-    tensor: Tensor,
-    init: Init,
-    key: Key,
-    name: str,
-    box: Box | None = None,
-    *,
-    number: int = 0,
+    tensor: Tensor, init: Init, key: Key, name: str, box: Box | None = None, *, number: int = 0
 ) -> Tensor:
     """Fill `tensor` with the initial values of parameter `name`, in place.
 
