@@ -240,7 +240,7 @@ def _wide(value: Tensor, keeps_half: bool = False) -> Tensor:
     return value if keeps_half and is_half(value) else wide(value)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PartSums:
     """Sums over one part of a pass, layer by layer; what the capture calls.
 

@@ -47,7 +47,7 @@ class PassRecorder:
 
     Args:
         module: What the user calls.
-        adapter: How its parameters lie on ranks.
+        adapter: How its parameters lie on ranks; its own module, inside of DDP, runs again.
         config: What is collected.
         is_wanted: Whether passes are to be kept.
 
@@ -144,7 +144,7 @@ class PassRecorder:
         with self._prepared(example, has_rows=False):
             capture = self._capture(NUM_SURVEYED, inputs, note)
             with capture.installed(), torch.enable_grad():
-                flat = tree_flatten(_call(self._module, inputs))[0]
+                flat = tree_flatten(_call(self._adapter.module, inputs))[0]
                 outputs = [each for each in flat if requires_grad(each)]
                 with self._in_full_precision():
                     torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
@@ -214,7 +214,7 @@ class PassRecorder:
                 nullcontext() if compiled is None else compiled.running([capture]),
                 torch.enable_grad(),
             ):
-                flat = tree_flatten(_call(self._module, inputs))[0]
+                flat = tree_flatten(_call(self._adapter.module, inputs))[0]
                 with self._in_full_precision():
                     if part.logits is not None and part.draws is not None and not is_empty:
                         is_chosen = part.draws < part.head_share if part.head_share < 1 else None
@@ -246,15 +246,19 @@ class PassRecorder:
             has_rows: Whether the rows are those of the pass, which have numbers of their own.
         """
         draws, state = each.draws if each.draws is not None and has_rows else (None, None)
-        with each.surroundings.restored(), drawing_again(draws, state), _buffers_kept(self._module):
+        with (
+            each.surroundings.restored(),
+            drawing_again(draws, state),
+            _buffers_kept(self._adapter.module),
+        ):
             yield
 
     def _capture(self, rows: int, inputs: Any, on_record: Any) -> Capture:
         if self.axes is None:
             example = _with_rows(inputs, max(rows, NUM_SURVEYED))
             with outside_draws():
-                self.axes = learn_axes(self._module, _call, example)
-        capture = Capture(self._module, rows, axes=self.axes, on_record=on_record)
+                self.axes = learn_axes(self._adapter.module, _call, example)
+        capture = Capture(self._adapter.module, rows, axes=self.axes, on_record=on_record)
         capture.factored = {each.name for each in self._adapter.params}
         return capture
 

@@ -127,7 +127,10 @@ class KFAC:
         self._graft = Graft(config)
         # The module has hooks that ask; they must not keep this object.
         own = weakref.ref(self)
-        is_wanted = lambda: (kfac := own()) is not None and kfac.wants_statistics  # noqa: E731
+
+        def is_wanted() -> bool:
+            return (kfac := own()) is not None and kfac.wants_statistics
+
         self._recorder = PassRecorder(module, self._adapter, config, is_wanted)
         handle = watch_optimizers([each.parameter for each in self._adapter.params], config.graft)
         self._unwatch = weakref.finalize(self, handle.remove)
@@ -340,10 +343,13 @@ class KFAC:
         products = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         shared = self._with_shared_rows()
         for index, state in self._states.items():
-            zero, blocks = products.new_zeros(()), state.keys_of_blocks
-            pairs = [[(steps[key], gradients[key]) for key in b] for b in blocks if b[0] in steps]
-            flat = ([(a.flatten().double(), b.flatten().double()) for a, b in own] for own in pairs)
-            dots = (sum((a @ b for a, b in own), zero) for own in flat)
+            pairs = [
+                [(steps[key].reshape(-1), gradients[key].reshape(-1)) for key in own]
+                for own in state.keys_of_blocks
+                if own[0] in steps
+            ]
+            zero = products.new_zeros(())
+            dots = (sum((a.double() @ b.double() for a, b in own), zero) for own in pairs)
             total: Any = 0.0
             if state in shared and state.shared is not None:
                 total = state.shared.add(dots, (), products)

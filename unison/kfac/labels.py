@@ -216,7 +216,7 @@ def _box(like: Tensor, first_row: int) -> Box:
 # --- gradients of the outputs ---------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Sampled:
     """Labels for one pass; `backward` keeps their gradients, `KFAC.step` makes records of them.
 
