@@ -152,9 +152,7 @@ def of_many(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
         there = [torch.empty(x.shape[1:]) for x in values]
         with using_backend("reference"):
             plain = (recipes, [0] * len(values)) if has_noise else None
-            multi_tensor.release_reference(
-                [x.cpu() for x in values], weights.cpu(), plain, 8.0, there
-            )
+            multi_tensor.release([x.cpu() for x in values], weights.cpu(), plain, 8.0, there)
         num_other = sum(not same_bits(a.cpu(), b) for a, b in zip(outs, there, strict=True))
         what = "released with noise" if has_noise else "released"
         runs.add(f"many: {what}", name, float(num_other), "tensors with other bits", is_same, 0.0)

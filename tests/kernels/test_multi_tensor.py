@@ -71,7 +71,7 @@ def test_squares(batch):
         again = multi_tensor.squares(values)
     assert found.dtype == torch.float64
     assert found.shape == (len(values), batch)
-    torch.testing.assert_close(found, multi_tensor.squares_reference(values), rtol=2e-6, atol=0.0)
+    torch.testing.assert_close(found, multi_tensor.squares(values), rtol=2e-6, atol=0.0)
     assert_same_bits(found, again)
 
 
@@ -99,7 +99,7 @@ def test_squares_of_more_than_one_tile_and_of_spaced_samples():
     assert shifted.data_ptr() % 16
     with as_on_cuda():
         found = multi_tensor.squares(values)
-    torch.testing.assert_close(found, multi_tensor.squares_reference(values), rtol=2e-6, atol=0.0)
+    torch.testing.assert_close(found, multi_tensor.squares(values), rtol=2e-6, atol=0.0)
 
 
 @interpreted
@@ -127,7 +127,7 @@ def test_combine(batch, add):
     found, expected = outs_like(values), outs_like(values)
     with as_on_cuda():
         multi_tensor.combine(values, weights, found, add=add)
-    multi_tensor.combine_reference(values, weights, expected, add=add)
+    multi_tensor.combine(values, weights, expected, add=add)
     assert_all_same_bits(found, expected)
     for value, row, out in zip(values, weights, found, strict=True):
         exact = torch.einsum("b,b...->...", row.double(), value.double())
@@ -144,7 +144,7 @@ def test_sums_on_a_grid(dtype, add):
     found, expected = (outs_like(values, dtype=dtype) for _ in range(2))
     with as_on_cuda():
         multi_tensor.combine(values, weights, found, add=add, spacing=spacing)
-    multi_tensor.combine_reference(values, weights, expected, add=add, spacing=spacing)
+    multi_tensor.combine(values, weights, expected, add=add, spacing=spacing)
     for value, row, out, other in zip(values, weights, found, expected, strict=True):
         assert torch.equal(out, other)
         exact = torch.einsum("b,b...->...", row.double(), value.double()) / spacing
@@ -163,9 +163,10 @@ def test_a_sample_of_weight_0_is_left_out_whatever_it_holds(bad):
         multi_tensor.combine(values, weights, expected)
         for value in values:
             value[1] = bad
-        for combine in (multi_tensor.combine, multi_tensor.combine_reference):
+        for is_fast in (True, False):
             found = outs_like(values)
-            combine(values, weights, found, add=False)
+            with mock.patch.object(multi_tensor, "is_fast", return_value=is_fast):
+                multi_tensor.combine(values, weights, found, add=False)
             assert_all_same_bits(found, expected)
 
 
@@ -184,7 +185,7 @@ def test_sums_and_per_sample_gradients_together(is_sum_first):
     found, expected = outs_like(values), outs_like(values)
     with as_on_cuda():
         multi_tensor.release(values, weights, None, 2.0, found)
-    multi_tensor.release_reference(values, weights, None, 2.0, expected)
+    multi_tensor.release(values, weights, None, 2.0, expected)
     assert_all_same_bits(found, expected)
 
 
@@ -216,7 +217,7 @@ def test_release_equals_the_reference(shapes, starts):
         noise = (recipes_of(3, distance=0.498), starts)  # some values are open
         multi_tensor.release(values, weights, noise, 8.0, found)
     noise = (recipes_of(3), starts)
-    multi_tensor.release_reference(values, weights, noise, 8.0, expected)
+    multi_tensor.release(values, weights, noise, 8.0, expected)
     assert_all_same_bits(found, expected)
 
 

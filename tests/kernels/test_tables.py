@@ -20,13 +20,15 @@ from unison.kernels.random import (
     NUM_TAIL_COEFFICIENTS,
     NUM_TAILS,
     ORDINARY,
+    REACH_AT,
     SECURE,
+    SECURE_AT,
     TABLE_FILE,
     TAIL_STEPS,
+    TAILS_AT,
     inverse_table,
     inverse_tail,
-    reach_table,
-    tail_table,
+    kernel_table,
 )
 from unison.rng.streams import DRAW_DISTANCE
 
@@ -44,10 +46,11 @@ def test_file_is_what_the_script_computes(shape):
 
 
 def test_pairs_of_the_tail_are_its_coefficients():
+    tails = kernel_table(SECURE, CPU)[TAILS_AT:].view(NUM_TAIL_COEFFICIENTS, 2, NUM_TAILS)
     with mpmath.workdps(60):
         for j in (0, 1, 17, NUM_TAILS - 1):
             fresh = tail_coefficients(mpmath.mpf(j) / TAIL_STEPS, NUM_TAIL_COEFFICIENTS)
-            for (c, rest), exact in zip(tail_table(CPU)[:, :, j].tolist(), fresh, strict=True):
+            for (c, rest), exact in zip(tails[:, :, j].tolist(), fresh, strict=True):
                 assert c == float(exact)
                 assert abs(mpmath.mpf(c) + mpmath.mpf(rest) - exact) <= abs(exact) * 2.0**-106
 
@@ -103,7 +106,7 @@ def test_errors_of_the_inverse_keep_to_their_bound(step):
 @pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.full)])
 def test_the_coarse_table_is_off_by_no_more_than_it_says(step):
     """Any x of a cell against any p of it, at both ends; the table says it of every segment."""
-    table, worst = reach_table(CPU), 0.0
+    table, worst = kernel_table(COARSE, CPU)[REACH_AT:SECURE_AT], 0.0
     with mpmath.workdps(40):
         for segment in range(0, COARSE.num_segments, step):
             octave, part = divmod(segment, 1 << COARSE.sub_bits)

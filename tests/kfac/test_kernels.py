@@ -73,8 +73,7 @@ def in_rows(rows: int, columns: int, width: int) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize("is_held", [None, 0.0, 1.0])
 @interpreted
 def test_averages_that_lie_in_rows_are_adams(is_held):
-    from unison.kernels.kfac_triton import moments
-    from unison.kernels.multi_tensor import moments_reference
+    from unison.kernels import kfac_triton, multi_tensor
 
     torch.manual_seed(0)
     means = [
@@ -90,8 +89,8 @@ def test_averages_that_lie_in_rows_are_adams(is_held):
     own = [each.clone() for each in (*means, *variances)]
     flag = None if is_held is None else torch.tensor(is_held)
     settings = (5, (0.8, 0.9), 1e-3, flag)
-    expected = moments_reference(gradients, own[: len(means)], own[len(means) :], *settings)
-    found = moments(gradients, means, variances, *settings)
+    expected = multi_tensor.moments(gradients, own[: len(means)], own[len(means) :], *settings)
+    found = kfac_triton.moments(gradients, means, variances, *settings)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
     for each, wanted in zip((*means, *variances), own, strict=True):

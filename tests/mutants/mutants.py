@@ -189,7 +189,7 @@ _RNG = [
     ("drop_rows", "own * positions, positions", "own, positions"),
     ("BatchDraws.words", "(last + number)", "last"),
     ("BatchDraws.seed", "self.step, sample", "self.step, 0"),
-    ("GranuleDraws.next_number", "return self.shared_count - 1", "return 0"),
+    ("BatchDraws.next_number", "return self.counts[is_shared] - 1", "return 0"),
     ("samples_dim", "shape[0] % num_rows == 0", "shape[0] == num_rows"),
     ("attend_whole", ".triu(1)", ".triu(0)"),
     ("Permutation.__init__", "half + half % 2", "half"),

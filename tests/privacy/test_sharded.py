@@ -35,7 +35,7 @@ def run_on_small_gpus(world: World, case: dict) -> dict:
 
 def run_as_on_gpus(world: World, case: dict) -> dict:
     """The same with the noise of all parameters drawn at once, by the kernel's reference."""
-    own, found = noise.multi_tensor, multi_tensor.release_reference
+    own, found = noise.multi_tensor, multi_tensor.release
     try:
         noise.multi_tensor = SimpleNamespace(is_fast=lambda _: True, release=found)  # type: ignore[assignment]
         return private_run(world, **case)

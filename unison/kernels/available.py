@@ -16,9 +16,15 @@ TAKEN = (torch.bfloat16, torch.float16, torch.float32)  # float64 goes through p
 
 
 @cache
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported."""
+    return find_spec(package) is not None
+
+
+@cache
 def has_triton() -> bool:
     """Return whether Triton is installed."""
-    return find_spec("triton") is not None
+    return is_installed("triton")
 
 
 @cache

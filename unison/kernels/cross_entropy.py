@@ -230,20 +230,16 @@ def cut(batch: int, tokens: int, rows: int) -> Iterator[TokenChunk]:
     if tokens == 0:
         return
     if tokens <= rows:
-        for samples in _even(batch, rows // tokens):
-            yield samples, slice(0, tokens)
+        yield from ((samples, slice(0, tokens)) for samples in _even(batch, rows // tokens))
         return
     for sample in range(batch):
-        for part in _even(tokens, rows):
-            yield slice(sample, sample + 1), part
+        yield from ((slice(sample, sample + 1), part) for part in _even(tokens, rows))
 
 
-def _even(total: int, most: int) -> Iterator[slice]:
+def _even(total: int, most: int) -> list[slice]:
     """Cut range(total) into as few runs as can be, and those as even as can be."""
     count = -(-total // most)
-    size = -(-total // max(1, count))
-    for start in range(0, total, max(1, size)):
-        yield slice(start, min(total, start + size))
+    return spans(total, max(1, -(-total // max(1, count))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -416,20 +412,12 @@ def linear_cross_entropy(
             vocabulary (elsewhere its loss is NaN).
         UnsupportedOperation: In a backward pass with `create_graph=True`.
     """
-    tensors = (hidden, weight, labels, bias)
-    if has_torch_function(tensors):
-        return handle_torch_function(
-            linear_cross_entropy,
-            tensors,
-            hidden,
-            weight,
-            labels,
-            bias=bias,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            chunk=chunk,
-        )
-    head = make_head(hidden, weight, labels, bias, ignore_index, reduction, chunk)
+    given = hidden, weight, labels
+    options: dict[str, Any] = {"bias": bias, "ignore_index": ignore_index}
+    options |= {"reduction": reduction, "chunk": chunk}
+    if has_torch_function((*given, bias)):
+        return handle_torch_function(linear_cross_entropy, (*given, bias), *given, **options)
+    head = make_head(*given, **options)
     return reduced(token_losses(head)[0], head, reduction)
 
 
@@ -462,16 +450,13 @@ def make_head(
     )
     if not fits:
         found = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
-        shapes = ", ".join(
-            f"{name} {list(each.shape)} {each.dtype}"
-            for name, each in found.items()
-            if each is not None
-        )
+        there = {name: each for name, each in found.items() if each is not None}
+        shapes = [f"{name} {list(each.shape)} {each.dtype}" for name, each in there.items()]
         raise BadInput(
             "expected hidden [batch, tokens, d], weight [vocab, d], labels [batch, tokens] of "
-            f"integers and bias [vocab], found {shapes}"
+            f"integers and bias [vocab], found {', '.join(shapes)}"
         )
-    hidden, weight, bias = as_autocast(hidden), as_autocast(weight), as_autocast(bias)
+    hidden, weight, bias = map(as_autocast, (hidden, weight, bias))
     dtypes = {each.dtype for each in (hidden, weight, bias) if each is not None}
     if len(dtypes) > 1 or not hidden.is_floating_point():
         raise BadInput(
@@ -496,9 +481,8 @@ def token_losses(head: ChunkedHead, shared: Any = None) -> tuple[Tensor, Tensor]
 
 def reduced(losses: Tensor, head: ChunkedHead, reduction: str) -> Tensor:
     """Token losses [batch, tokens] as asked for."""
-    if reduction == "none":
-        return losses
-    return sample_means(losses, head.labels, head.ignore_index)
+    is_mean = reduction == "sample_mean"
+    return sample_means(losses, head.labels, head.ignore_index) if is_mean else losses
 
 
 def sample_means(losses: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -511,12 +495,11 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        *arguments, shared = given
-        head = ChunkedHead(*arguments)
+        head, ctx.shared = ChunkedHead(*given[:-1]), given[-1]
         with plain_arithmetic(head.hidden.device):
             losses, lse = head.losses()
         ctx.save_for_backward(head.hidden, head.weight, head.bias, head.labels, lse)
-        ctx.ignore_index, ctx.chunk, ctx.shared = head.ignore_index, head.chunk, shared
+        ctx.ignore_index, ctx.chunk = head.ignore_index, head.chunk
         ctx.mark_non_differentiable(lse)
         return losses, lse
 
@@ -531,8 +514,7 @@ class _TokenLosses(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:3]
         made = None if ctx.shared is None else ctx.shared.hidden_gradient(g)
         if made is not None:
-            is_alone = wanted == (True, False, False)
-            assert is_alone, "the capture makes the records of the others"
+            assert wanted == (True, False, False), "the capture makes the records of the others"
             return made.view_as(hidden), None, None, None, None, None, None
         head = ChunkedHead(hidden, weight, bias, labels, ctx.ignore_index, ctx.chunk)
         with plain_arithmetic(hidden.device):

@@ -17,16 +17,15 @@ goes from one to the next.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unison.errors import UnsupportedOperation
-from unison.kernels.available import has_triton, is_on_gpu, num_per_tile, spans, takes
+from unison.kernels.available import has_triton, is_installed, is_on_gpu, num_per_tile, spans, takes
 from unison.kernels.random import ROUND_MAGIC, Recipe, fill_rows
 
 # --- one parameter --------------------------------------------------------------------------------
@@ -68,24 +67,23 @@ def column_sums(g: Tensor) -> Tensor:
     return g.sum(1, dtype=torch.promote_types(g.dtype, torch.float32))
 
 
-@cache
-def _has_numba() -> bool:
-    return find_spec("numba") is not None
-
-
 def _compiled_for(x: Tensor) -> Any:
     """Return the compiled functions where they take x, else None."""
     is_suited = x.device.type == "cpu" and x.dtype in _COMPILED_DTYPES
-    if is_suited and x.numel() >= LEAST_ELEMENTS and _has_numba():
+    if is_suited and x.numel() >= LEAST_ELEMENTS and is_installed("numba"):
         return import_module("unison.kernels.numba_kernels")
     return None
 
 
 def squared_norms(x: Tensor) -> Tensor:
     """Return Σ_i x[b, i]² of x [batch, numel]: [batch], float64, added in float64."""
-    compiled = _compiled_for(x)
-    run = squared_norms_reference if compiled is None else compiled.squared_norms
-    return run(x.detach())
+    x = x.detach()
+    if (compiled := _compiled_for(x)) is not None:
+        return compiled.squared_norms(x)
+    total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    for part in spans(x.shape[1], num_per_tile(8 * len(x), x.device)):
+        total += x[:, part].double().square().sum(1)
+    return total
 
 
 def weighted_sum(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
@@ -97,26 +95,15 @@ def weighted_sum(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
         out: [numel], float32 or float64. The sum is float64 and is rounded once, to its dtype.
     """
     assert weights.dtype == torch.float64, weights.dtype
-    compiled = _compiled_for(x)
-    run = weighted_sum_reference if compiled is None else compiled.weighted_sum
-    run(x.detach(), weights, out)
-    return out
-
-
-def squared_norms_reference(x: Tensor) -> Tensor:
-    """See `squared_norms`: in plain torch, by float64 tiles, on any device."""
-    total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    for part in spans(x.shape[1], num_per_tile(8 * len(x), x.device)):
-        total += x[:, part].double().square().sum(1)
-    return total
-
-
-def weighted_sum_reference(x: Tensor, weights: Tensor, out: Tensor) -> None:
-    """See `weighted_sum`: in plain torch, by float64 tiles, on any device."""
+    x = x.detach()
+    if (compiled := _compiled_for(x)) is not None:
+        compiled.weighted_sum(x, weights, out)
+        return out
     is_out = (weights == 0).unsqueeze(1)
     for part in spans(x.shape[1], num_per_tile(8 * len(x), x.device)):
-        tile = x[:, part].double().masked_fill(is_out, 0.0)  # [batch, elements in the tile]
+        tile = x[:, part].double().masked_fill(is_out, 0.0)  # [batch, elements of a tile]
         out[part] = weights @ tile
+    return out
 
 
 # --- many parameters ------------------------------------------------------------------------------
@@ -136,7 +123,7 @@ def is_dense(x: Tensor) -> bool:
     return x.is_contiguous() or (x.ndim == 2 and x.stride(1) == 1) or x[:1].is_contiguous()
 
 
-# --- the operations -------------------------------------------------------------------------------
+# --- the operations: where kernels take the tensors, theirs; else the reference, in plain torch ---
 
 
 NoiseDraw = tuple[Tensor, Sequence[int]]
@@ -152,7 +139,10 @@ def squares(values: Sequence[Tensor]) -> Tensor:
 
     On CUDA a tile is added in float32 (its roundings: `SQUARE_ROUNDINGS`), tiles in float64.
     """
-    return _kernels().squares(values) if is_fast(values) else squares_reference(values)
+    if is_fast(values):
+        return _kernels().squares(values)
+    rows = [each.reshape(len(each), math.prod(each.shape[1:])) for each in values]
+    return torch.stack([each.double().square().sum(1) for each in rows])
 
 
 def combine(
@@ -163,7 +153,7 @@ def combine(
     add: bool = False,
     spacing: float = 1.0,
 ) -> None:
-    """Write Σ_b w_b X_b of every tensor to its output, or add it.
+    """Write Σ_b w_b X_b of every tensor to its output, or add it: one sample after the other.
 
     Args:
         values: X [samples, ...] of each.
@@ -175,8 +165,15 @@ def combine(
     """
     if is_fast(values):
         _kernels().release(values, weights, None, spacing, outs, add=add)
-    else:
-        combine_reference(values, weights, outs, add=add, spacing=spacing)
+        return
+    for each, row, out in zip(values, weights, outs, strict=True):
+        total = torch.zeros_like(out, dtype=torch.float64)
+        for x, weight in zip(each, row.double(), strict=False):  # the row may be longer: zeros
+            total += weight * x.double().reshape(out.shape).masked_fill(weight == 0, 0.0)
+        total /= spacing
+        if not out.is_floating_point():
+            total.round_()
+        out.copy_(out + total if add else total)
 
 
 def release(
@@ -196,8 +193,22 @@ def release(
         divisor: A public constant.
         outs: Contiguous; their dtype is that of the result.
     """
-    make = _kernels().release if is_fast(values) else release_reference
-    make(values, weights, noise, divisor, outs)
+    if is_fast(values):
+        _kernels().release(values, weights, noise, divisor, outs)
+        return
+    totals = [torch.empty_like(out, dtype=torch.float64) for out in outs]
+    combine(values, weights, totals)
+    if noise is not None:
+        recipes, starts = noise
+        for total, row, start in zip(totals, recipes.cpu(), starts, strict=True):
+            drawn, recipe = torch.empty_like(total, dtype=torch.float32), Recipe.unpack(row)
+            fill_rows(drawn, recipe, torch.tensor([start]), drawn.numel())
+            spacing = recipe.floats[1]
+            on_grid = (total / spacing + ROUND_MAGIC - ROUND_MAGIC) * spacing
+            total.copy_(on_grid + drawn.double())
+    for total, out in zip(totals, outs, strict=True):
+        made = total if out.dtype == torch.float64 else total.float()
+        out.copy_(made * torch.tensor(1.0 / divisor, dtype=torch.float32))
 
 
 def moments(
@@ -225,77 +236,9 @@ def moments(
     Returns:
         [tensors], float64.
     """
-    make = moments_reference
     if takes(*gradients) and all(each.dtype == torch.float32 for each in gradients):
-        make = import_module("unison.kernels.kfac_triton").moments  # of means that lie in rows, too
-    return make(gradients, means, variances, count, betas, eps, is_held)
-
-
-def _kernels() -> Any:
-    return import_module("unison.kernels.multi_tensor_triton")
-
-
-# --- the reference, in plain torch ----------------------------------------------------------------
-
-
-def squares_reference(values: Sequence[Tensor]) -> Tensor:
-    """Return Σ x² of every tensor and sample: [tensors, samples], float64."""
-    rows = [each.reshape(len(each), math.prod(each.shape[1:])) for each in values]
-    return torch.stack([each.double().square().sum(1) for each in rows])
-
-
-def combine_reference(
-    values: Sequence[Tensor],
-    weights: Tensor,
-    outs: Sequence[Tensor],
-    *,
-    add: bool = False,
-    spacing: float = 1.0,
-) -> None:
-    """See `combine`: one sample after the other, as the kernel does."""
-    for each, row, out in zip(values, weights, outs, strict=True):
-        total = torch.zeros_like(out, dtype=torch.float64)
-        for x, weight in zip(each, row.double(), strict=False):  # the row may be longer: zeros
-            total += weight * x.double().reshape(out.shape).masked_fill(weight == 0, 0.0)
-        total /= spacing
-        if not out.is_floating_point():
-            total.round_()
-        out.copy_(out + total if add else total)
-
-
-def release_reference(
-    values: Sequence[Tensor],
-    weights: Tensor,
-    noise: NoiseDraw | None,
-    divisor: float,
-    outs: Sequence[Tensor],
-) -> None:
-    """See `release`."""
-    totals = [torch.empty_like(out, dtype=torch.float64) for out in outs]
-    combine_reference(values, weights, totals)
-    if noise is not None:
-        recipes, starts = noise
-        for total, row, start in zip(totals, recipes.cpu(), starts, strict=True):
-            drawn, recipe = torch.empty_like(total, dtype=torch.float32), Recipe.unpack(row)
-            fill_rows(drawn, recipe, torch.tensor([start]), drawn.numel())
-            spacing = recipe.floats[1]
-            on_grid = (total / spacing + ROUND_MAGIC - ROUND_MAGIC) * spacing
-            total.copy_(on_grid + drawn.double())
-    for total, out in zip(totals, outs, strict=True):
-        made = total if out.dtype == torch.float64 else total.float()
-        out.copy_(made * torch.tensor(1.0 / divisor, dtype=torch.float32))
-
-
-def moments_reference(
-    gradients: Sequence[Tensor],
-    means: Sequence[Tensor],
-    variances: Sequence[Tensor],
-    count: int,
-    betas: tuple[float, float],
-    eps: float,
-    is_held: Tensor | None = None,
-) -> Tensor:
-    """See `moments`."""
+        kernel = import_module("unison.kernels.kfac_triton").moments  # of means in rows, too
+        return kernel(gradients, means, variances, count, betas, eps, is_held)
     found = []
     for g, mean, variance in zip(gradients, means, variances, strict=True):
         m = torch.lerp(mean, g, 1 - betas[0])
@@ -306,6 +249,10 @@ def moments_reference(
             mean.copy_(m)
             variance.copy_(v)
     return torch.stack(found)
+
+
+def _kernels() -> Any:
+    return import_module("unison.kernels.multi_tensor_triton")
 
 
 # --- tables on the device -------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from unison.kernels import random
-from unison.kernels.random import COARSE, ORDINARY, Cipher, Distribution, Network, Recipe
+from unison.kernels.random import COARSE, ORDINARY, Cipher, Distribution, Recipe
 
 MIN_PER_THREAD = 1 << 15  # elements below which another thread costs more than it saves
 
@@ -103,20 +103,23 @@ def _philox_words(words, first, num_blocks, key):
 
 
 @jit
-def _quarter_round(a, b, c, d):
-    a = np.uint32(a + b)
-    d = np.uint32(d ^ a)
-    d = np.uint32((d << _R16) | (d >> _R16))
-    c = np.uint32(c + d)
-    b = np.uint32(b ^ c)
-    b = np.uint32((b << _R12) | (b >> _R20))
-    a = np.uint32(a + b)
-    d = np.uint32(d ^ a)
-    d = np.uint32((d << _R8) | (d >> _R24))
-    c = np.uint32(c + d)
-    b = np.uint32(b ^ c)
-    b = np.uint32((b << _R7) | (b >> _R25))
-    return a, b, c, d
+def _quarter_round(x, a, b, c, d):
+    """Apply a quarter round to four words of x, in every lane."""
+    for j in range(LANES):
+        x0, x1, x2, x3 = x[a + j], x[b + j], x[c + j], x[d + j]
+        x0 = np.uint32(x0 + x1)
+        x3 = np.uint32(x3 ^ x0)
+        x3 = np.uint32((x3 << _R16) | (x3 >> _R16))
+        x2 = np.uint32(x2 + x3)
+        x1 = np.uint32(x1 ^ x2)
+        x1 = np.uint32((x1 << _R12) | (x1 >> _R20))
+        x0 = np.uint32(x0 + x1)
+        x3 = np.uint32(x3 ^ x0)
+        x3 = np.uint32((x3 << _R8) | (x3 >> _R24))
+        x2 = np.uint32(x2 + x3)
+        x1 = np.uint32(x1 ^ x2)
+        x1 = np.uint32((x1 << _R7) | (x1 >> _R25))
+        x[a + j], x[b + j], x[c + j], x[d + j] = x0, x1, x2, x3
 
 
 @jit
@@ -125,31 +128,10 @@ def _double_round(x):
 
     Flat with a constant row length, so that LLVM sees the rows do not overlap and vectorises.
     """
-    for j in range(LANES):
-        x0, x4, x8, x12 = _quarter_round(
-            x[j], x[4 * LANES + j], x[8 * LANES + j], x[12 * LANES + j]
-        )
-        x1, x5, x9, x13 = _quarter_round(
-            x[1 * LANES + j], x[5 * LANES + j], x[9 * LANES + j], x[13 * LANES + j]
-        )
-        x2, x6, x10, x14 = _quarter_round(
-            x[2 * LANES + j], x[6 * LANES + j], x[10 * LANES + j], x[14 * LANES + j]
-        )
-        x3, x7, x11, x15 = _quarter_round(
-            x[3 * LANES + j], x[7 * LANES + j], x[11 * LANES + j], x[15 * LANES + j]
-        )
-        x[j], x[5 * LANES + j], x[10 * LANES + j], x[15 * LANES + j] = _quarter_round(
-            x0, x5, x10, x15
-        )
-        x[1 * LANES + j], x[6 * LANES + j], x[11 * LANES + j], x[12 * LANES + j] = _quarter_round(
-            x1, x6, x11, x12
-        )
-        x[2 * LANES + j], x[7 * LANES + j], x[8 * LANES + j], x[13 * LANES + j] = _quarter_round(
-            x2, x7, x8, x13
-        )
-        x[3 * LANES + j], x[4 * LANES + j], x[9 * LANES + j], x[14 * LANES + j] = _quarter_round(
-            x3, x4, x9, x14
-        )
+    for turn in range(2):
+        for i in range(4):
+            b, c, d = (i + turn) % 4, (i + 2 * turn) % 4, (i + 3 * turn) % 4
+            _quarter_round(x, i * LANES, (4 + b) * LANES, (8 + c) * LANES, (12 + d) * LANES)
 
 
 @jit
@@ -346,7 +328,10 @@ def _cut(num_rows: int, run: int, count: int) -> list[tuple[int, int, int, int]]
 def fill(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
     """Fill `out` as the reference does, on the CPU, with `torch.get_num_threads()` threads."""
     if out.dtype in (torch.bfloat16, torch.float16):
-        _fill_through_float32(out, recipe, starts, run)
+        for piece, begin in random.chunks(out, starts, run, 1 << 20):
+            full = torch.empty(piece.shape, dtype=torch.float32)
+            fill(full, recipe, begin, piece.shape[1])
+            piece.copy_(full)
         return
     target = (out.view(torch.uint8) if out.dtype == torch.bool else out).view(-1).numpy()
     outs = tuple(
@@ -394,21 +379,6 @@ def _decide(out: Tensor, recipe: Recipe, starts: Tensor, run: int, opens: list[n
     out[at] = values
 
 
-def _fill_through_float32(
-    out: Tensor, recipe: Recipe, starts: Tensor, run: int, chunk: int = 1 << 20
-) -> None:
-    rows = out.view(-1, run)
-    rows_at_once = max(1, chunk // run)
-    for row in range(0, len(rows), rows_at_once):
-        part = rows[row : row + rows_at_once]
-        for column in range(0, run, chunk):
-            piece = part[:, column : column + chunk]
-            full = torch.empty(piece.shape, dtype=torch.float32)
-            begin = starts[row : row + rows_at_once] + column
-            fill(full.view(-1), recipe, begin, piece.shape[1])
-            piece.copy_(full)
-
-
 # --- permutations ---------------------------------------------------------------------------------
 
 
@@ -435,13 +405,14 @@ def _permute(x, out, words, n, num_left, num_right, is_inverse):
         out[i] = np.int64(value)
 
 
-def permute(x: Tensor, network: Network, is_inverse: bool) -> Tensor:
-    """Map indices in [0, n) to their images, or back, on the CPU."""
+def permute(
+    x: Tensor, words: Sequence[int], n: int, sides: Sequence[int], is_inverse: bool
+) -> Tensor:
+    """As the reference, on the CPU."""
     source = x.reshape(-1).contiguous()
     out = torch.empty_like(source)
-    sizes = (_U(network.n), _U(network.num_left), _U(network.num_right))
-    words = np.array(network.words, np.uint64)
-    _permute(source.numpy(), out.numpy(), words, *sizes, is_inverse)
+    sizes = map(_U, (n, *sides))
+    _permute(source.numpy(), out.numpy(), np.array(words, np.uint64), *sizes, is_inverse)
     return out.view(x.shape)
 
 

@@ -252,11 +252,7 @@ def _options(left: Tensor, right: Tensor, config: Config, precision: str) -> dic
 
 
 def per_sample(
-    left: Tensor,
-    right: Tensor,
-    out: Tensor | None,
-    precision: str,
-    config: Config | None = None,
+    left: Tensor, right: Tensor, out: Tensor | None, precision: str, config: Config | None = None
 ) -> Tensor:
     """Make X_b = left_bᵀ right_b, store it in `out` if given, and square it.
 

@@ -12,7 +12,7 @@ not end up in a trace.
 
 import struct
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,6 +20,7 @@ from functools import cache, cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -337,26 +338,34 @@ TAILS_AT = SECURE_AT + SECURE.num_segments * SECURE.num_coefficients
 
 
 @cache
-def _tables() -> dict[str, Tensor]:
+def kernel_table(shape: TableShape, device: torch.device) -> Tensor:
+    """Return all that draws by a shape look up, one after the other.
+
+    Kernels of secure normals get one address: it is the same table for COARSE and SECURE.
+    """
+    if shape is SECURE:
+        return kernel_table(COARSE, device)
+    sizes = {
+        "ordinary": (ORDINARY.num_segments, ORDINARY.num_coefficients),
+        "coarse": (COARSE.num_segments, COARSE.num_coefficients + 1),
+        "secure": (SECURE.num_segments, SECURE.num_coefficients),
+        "tail": (NUM_TAILS, 2 * NUM_TAIL_COEFFICIENTS),
+    }
     lines = TABLE_FILE.read_text(encoding="ascii").splitlines()
-    sizes = [
-        (ORDINARY, ORDINARY.num_coefficients),
-        (COARSE, COARSE.num_coefficients + 1),
-        (SECURE, SECURE.num_coefficients),
-    ]
-    parts = [(shape.name, shape.num_segments, width) for shape, width in sizes]
-    tables = {}
-    at = 0
-    for name, num_rows, num_columns in [*parts, ("tail", NUM_TAILS, 2 * NUM_TAIL_COEFFICIENTS)]:
-        header = f"{name} {num_rows} {num_columns}"
-        assert lines[at] == header, f"{TABLE_FILE.name}: expected {header!r}, found {lines[at]!r}"
-        rows = lines[at + 1 : at + 1 + num_rows]
-        values = [[float.fromhex(word) for word in row.split()] for row in rows]
-        # Coefficient-major, so that one gather of a warp touches few cache lines.
-        tables[name] = torch.tensor(values, dtype=torch.float64).t().reshape(-1)
-        at += 1 + num_rows
-    assert at == len(lines), f"{TABLE_FILE.name} has {len(lines) - at} lines too many"
-    return tables
+    parts = []
+    for name, (num_rows, num_columns) in sizes.items():
+        wanted, found, rows = f"{name} {num_rows} {num_columns}", lines[0], lines[1 : 1 + num_rows]
+        assert found == wanted, f"{TABLE_FILE.name}: expected {wanted!r}, found {found!r}"
+        if (name == "ordinary") == (shape is ORDINARY):
+            values = [[float.fromhex(word) for word in row.split()] for row in rows]
+            # Coefficient-major, so that one gather of a warp touches few cache lines.
+            parts.append(torch.tensor(values, dtype=torch.float64).t().reshape(-1))
+        lines = lines[1 + num_rows :]
+    assert not lines, f"{TABLE_FILE.name} has {len(lines)} lines too many"
+    table = torch.cat(parts).to(device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # later uses may be on other streams
+    return table
 
 
 @cache
@@ -366,35 +375,6 @@ def inverse_table(shape: TableShape, device: torch.device) -> Tensor:
     numel = shape.num_coefficients * shape.num_segments
     table = kernel_table(shape, device)[begin : begin + numel]
     return table.view(shape.num_coefficients, shape.num_segments)
-
-
-def reach_table(device: torch.device) -> Tensor:
-    """Return how far off COARSE may be in each of its segments: float64 [num_segments]."""
-    return kernel_table(COARSE, device)[REACH_AT:SECURE_AT]
-
-
-def tail_table(device: torch.device) -> Tensor:
-    """Return the tail's coefficients: float64 [NUM_TAIL_COEFFICIENTS, 2, NUM_TAILS]."""
-    tail = kernel_table(SECURE, device)[TAILS_AT:]
-    return tail.view(NUM_TAIL_COEFFICIENTS, 2, NUM_TAILS)
-
-
-@cache
-def kernel_table(shape: TableShape, device: torch.device) -> Tensor:
-    """Return all that draws by a shape look up, one after the other.
-
-    Kernels of secure normals get one address: it is the same table for COARSE and SECURE.
-    """
-    tables = _tables()
-    if shape is ORDINARY:
-        coefficients = tables["ordinary"].to(device)
-    elif shape is SECURE:
-        return kernel_table(COARSE, device)
-    else:
-        coefficients = torch.cat([tables[name] for name in ("coarse", "secure", "tail")]).to(device)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # later uses may be on other streams
-    return coefficients
 
 
 # --- the reference, in plain torch ----------------------------------------------------------------
@@ -419,18 +399,23 @@ def fill_reference(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> Non
         starts: int64 [num_rows], at least 0, on any device.
         run: Elements in a row.
     """
-    rows = out.view(-1, run)
-    starts = starts.to(out.device)
-    columns = CHUNK_WORDS // recipe.distribution.num_words
-    rows_at_once = max(1, columns // run)
-    for row in range(0, rows.shape[0], rows_at_once):
-        part = rows[row : row + rows_at_once]
-        for column in range(0, run, columns):
-            piece = part[:, column : column + columns]
-            begin = starts[row : row + rows_at_once] + column
-            words = element_words(recipe, begin, piece.shape[1])
-            more_words = partial(_more_words, recipe, begin, piece.shape[1])
-            piece.copy_(draw(recipe, words, out.dtype, more_words))
+    size = CHUNK_WORDS // recipe.distribution.num_words
+    for piece, begin in chunks(out, starts.to(out.device), run, size):
+        words = element_words(recipe, begin, piece.shape[1])
+        more_words = partial(_more_words, recipe, begin, piece.shape[1])
+        piece.copy_(draw(recipe, words, out.dtype, more_words))
+
+
+def chunks(out: Tensor, starts: Tensor, run: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut rows of `run` elements into some rows at a time, or into parts of one: of about `size`.
+
+    Yields:
+        Each part of the output [rows, elements], and the index of each of its rows' first element.
+    """
+    at_once = max(1, size // run)
+    for rows, begin in zip(out.view(-1, run).split(at_once), starts.split(at_once), strict=True):
+        for column in range(0, run, size):
+            yield rows[:, column : column + size], begin + column
 
 
 def element_words(recipe: Recipe, starts: Tensor, run: int) -> Tensor:
@@ -538,7 +523,8 @@ def coarse_steps(w: Tensor, scale: float, distance: float) -> tuple[Tensor, Tens
     segment = (x.view(torch.int64) >> COARSE.segment_shift) - COARSE.segment_offset
     scaled = inverse_tail(x, COARSE) * scale
     steps = scaled + ROUND_MAGIC - ROUND_MAGIC
-    return steps, (scaled - steps).abs() > distance - reach_table(w.device)[segment] * scale
+    reach = kernel_table(COARSE, w.device)[REACH_AT:SECURE_AT]  # how far off each segment may be
+    return steps, (scaled - steps).abs() > distance - reach[segment] * scale
 
 
 def exact_steps(w: Tensor, more: Tensor, scale: float) -> Tensor:
@@ -576,7 +562,8 @@ def upper_tail(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return P(Z > z) as the sum of two floats, and its derivative as one, for 0 <= z <= 10.3."""
     nearest = z * TAIL_STEPS + ROUND_MAGIC - ROUND_MAGIC
     segment, h = nearest.long(), z - nearest * (1 / TAIL_STEPS)
-    pairs = tail_table(z.device)[:, :, segment].flip(0)
+    table = kernel_table(SECURE, z.device)[TAILS_AT:].view(NUM_TAIL_COEFFICIENTS, 2, NUM_TAILS)
+    pairs = table[:, :, segment].flip(0)
     slope, (total, rest) = torch.zeros_like(z), pairs[0]
     for coefficient, coefficient_rest in pairs[1:]:
         slope = slope * h + total
@@ -652,15 +639,15 @@ _forced: str | None = None
 
 @cache
 def _is_installed(package: str) -> bool:
-    if find_spec(package) is not None:
-        return True
-    warnings.warn(
-        f"{package} is not installed: unison draws random numbers with plain torch operations, "
-        f"which give the same bits about ten times slower. Remedy: pip install {package}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return False
+    is_there = find_spec(package) is not None
+    if not is_there:
+        warnings.warn(
+            f"{package} is not installed: unison draws random numbers with plain torch operations, "
+            f"which give the same bits about ten times slower. Remedy: pip install {package}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return is_there
 
 
 @contextmanager
@@ -774,65 +761,55 @@ NUM_ROUNDS = 12
 _WALK_CHUNK = 1 << 14
 
 
-@dataclass(frozen=True, repr=False)
-class Network:
-    """Stream words (two of key, two of counter), the size n, and the sides of the pairs."""
-
-    words: tuple[int, ...]
-    n: int
-    num_left: int
-    num_right: int
-
-
 @torch.library.custom_op("unison::permute", mutates_args=())
-def _permute(x: Tensor, words: Tensor, n: int, sides: list[int], is_inverse: bool) -> Tensor:
-    network = Network(tuple(words.tolist()), n, sides[0], sides[1])
+def permute(x: Tensor, words: Tensor, n: int, sides: list[int], is_inverse: bool) -> Tensor:
+    """Return the images (or, inverted, the sources) of indices in [0, n).
+
+    Args:
+        x: The indices, int64, any shape.
+        words: Of a stream, two of key and two of counter: int64 [4] on the CPU.
+        n: How many indices there are.
+        sides: Of the pairs: num_left, num_right.
+        is_inverse: Whether to undo the permutation.
+    """
+    key = words.tolist()
     if x.device.type == "cpu" and is_numba_chosen(x.numel()):  # 6 times as fast on 2 cores
-        return import_module("unison.kernels.numba_kernels").permute(x, network, is_inverse)
-    return permute_reference(x, network, is_inverse)
+        compiled = import_module("unison.kernels.numba_kernels").permute
+        return compiled(x, key, n, sides, is_inverse)
+    parts = []
+    for part in x.reshape(-1).split(_WALK_CHUNK):
+        part = apply_rounds(part, key, sides, is_inverse)
+        outside = (part >= n).nonzero().view(-1)
+        while len(outside):
+            part[outside] = apply_rounds(part[outside], key, sides, is_inverse)
+            outside = outside[part[outside] >= n]
+        parts.append(part)
+    return torch.cat(parts).view(x.shape)
 
 
-@_permute.register_fake
+@permute.register_fake
 def _(x: Tensor, words: Tensor, n: int, sides: list[int], is_inverse: bool):
     return torch.empty_like(x)
 
 
-def permute(x: Tensor, network: Network, is_inverse: bool) -> Tensor:
-    """Return the images (or, inverted, the sources) of indices in [0, n): int64, any shape."""
-    words = torch.tensor(network.words, dtype=torch.int64)
-    return _permute(x, words, network.n, [network.num_left, network.num_right], is_inverse)
-
-
-def permute_reference(x: Tensor, network: Network, is_inverse: bool) -> Tensor:
-    """Map indices in [0, n) to their images, or back, in plain torch."""
-    parts = [_walk(part, network, is_inverse) for part in x.reshape(-1).split(_WALK_CHUNK)]
-    return torch.cat(parts).view(x.shape)
-
-
-def _walk(x: Tensor, network: Network, is_inverse: bool) -> Tensor:
-    x = apply_rounds(x, network, is_inverse)
-    outside = (x >= network.n).nonzero().view(-1)
-    while len(outside):
-        x[outside] = apply_rounds(x[outside], network, is_inverse)
-        outside = outside[x[outside] >= network.n]
-    return x
-
-
-def apply_rounds(x: Tensor, network: Network, is_inverse: bool = False) -> Tensor:
-    """Apply the network once, or undo it, without walking."""
-    left, right = x // network.num_right, x % network.num_right
+def apply_rounds(
+    x: Tensor, words: Sequence[Any], sides: Sequence[int], is_inverse: bool = False
+) -> Tensor:
+    """Apply the network once, or undo it, without walking: see `permute`."""
+    num_left, num_right = sides
+    left, right = x // num_right, x % num_right
     sign = -1 if is_inverse else 1
     for r in range(NUM_ROUNDS)[::sign]:
         if r % 2 == 0:
-            left = (left + sign * _shift(r, right, network.num_left, network)) % network.num_left
+            left = (left + sign * _shift(r, right, num_left, words)) % num_left
         else:
-            right = (right + sign * _shift(r, left, network.num_right, network)) % network.num_right
-    return left * network.num_right + right
+            right = (right + sign * _shift(r, left, num_right, words)) % num_right
+    return left * num_right + right
 
 
-def _shift(r: int, half: Tensor, size: int, network: Network) -> Tensor:
+def _shift(r: int, half: Tensor, size: int, words: Sequence[Any]) -> Tensor:
     """Return F: floor(64-bit word · size / 2^64); `half` and `size` are below 2^32."""
     zero = torch.zeros_like(half)
-    counter = (half & MASK32, zero + r, zero + network.words[2], zero + network.words[3])
-    upper, lower, *_ = philox(counter, network.words[:2])
+    counter = (half & MASK32, zero + r, zero + words[2], zero + words[3])
+    upper, lower, *_ = philox(counter, words[:2])
     return (upper * size + ((lower * size) >> 32)) >> 32

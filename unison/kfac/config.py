@@ -41,6 +41,16 @@ _WRONG = {
         "ranks' inverses, not the inverse of their sum: its error was 0.3 to 0.6. Use "
         "reduction='factor', which is exact"
     ),
+    "gather": (
+        "reduction='gather' is what columns of tokens do, and no setting of its own: pass "
+        "policy='all', 'hybrid' or 'auto' for sides that are held so, and reduction='factor' for "
+        "the others"
+    ),
+    "rows": (
+        "reduction='rows' is what a head with more than max_factor_size classes does where it is "
+        "held as columns, and no setting of its own: pass policy='all' or 'hybrid', or "
+        "head='exact', and reduction='factor'"
+    ),
 }
 
 _WITHOUT_EFFECT = ("reduction", "owner_fraction", "storage_device")  # on any result
@@ -146,18 +156,6 @@ class KFACConfig:
     def __post_init__(self) -> None:
         if self.reduction in _WRONG:
             raise BadInput(_WRONG[self.reduction])
-        if self.reduction == "gather":
-            raise BadInput(
-                "reduction='gather' is what columns of tokens do, and no setting of its own: pass "
-                "policy='all', 'hybrid' or 'auto' for sides that are held so, and "
-                "reduction='factor' for the others"
-            )
-        if self.reduction == "rows":
-            raise BadInput(
-                "reduction='rows' is what a head with more than max_factor_size classes does where "
-                "it is held as columns, and no setting of its own: pass policy='all' or 'hybrid', "
-                "or head='exact', and reduction='factor'"
-            )
         for name, choices in _CHOICES.items():
             check.one_of(choices, **{name: getattr(self, name)})
         self._check_damping()
@@ -189,17 +187,17 @@ class KFACConfig:
                 )
 
     def _check_damping(self) -> None:
-        if isinstance(self.damping, tuple | list):
-            if len(self.damping) != 2:
-                raise BadInput(f"damping must be λ or a pair (λ_A, λ_G), found {self.damping!r}")
+        if not isinstance(self.damping, tuple | list):
+            check.not_negative(damping=self.damping)
+        elif len(self.damping) != 2:
+            raise BadInput(f"damping must be λ or a pair (λ_A, λ_G), found {self.damping!r}")
+        else:
             check.not_negative(damping_of_A=self.damping[0], damping_of_G=self.damping[1])
             if self.damping_form != "factored":
                 raise BadInput(
                     f"a pair of dampings (λ_A, λ_G) = {self.damping!r} is added to each side as it "
                     f"is: pass damping_form='factored', found {self.damping_form!r}"
                 )
-        else:
-            check.not_negative(damping=self.damping)
         if self.damping_form == "joint" and self.inverse == "cholesky":
             raise BadInput(
                 "damping_form='joint' needs eigenvectors of both factors; pass inverse='eigen' or "
@@ -239,16 +237,17 @@ class KFACConfig:
         """
         own = self.stored()
         others = [name for name in own if name in stored and stored[name] != own[name]]
+        changed = []
         for name in others:
-            if name not in _WITHOUT_EFFECT and name not in _TUNED:
+            if name in _TUNED:
+                changed.append(f"{name}={own[name]!r} (was {stored[name]!r})")
+            elif name not in _WITHOUT_EFFECT:
                 raise BadInput(
                     f"the state is of a run with {name}={stored[name]!r}, and this one has "
                     f"{name}={own[name]!r}: its factors mean something else. Pass "
                     f"KFACConfig({name}={stored[name]!r}), or begin without the state"
                 )
-        tuned = [name for name in others if name in _TUNED]
-        if tuned:
-            changed = [f"{name}={own[name]!r} (was {stored[name]!r})" for name in tuned]
+        if changed:
             warnings.warn(
                 f"the run goes on with other settings than it stopped with: {', '.join(changed)}",
                 stacklevel=4,

@@ -19,8 +19,9 @@ row further down. A process alone, without granules, sends nothing and keeps one
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -82,12 +83,7 @@ def token_weights(
 
 
 def token_rows(
-    record: Product,
-    weights: Tensor | None,
-    *,
-    sharing: str,
-    wants_a: bool,
-    wants_g: bool,
+    record: Product, weights: Tensor | None, *, sharing: str, wants_a: bool, wants_g: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The vectors of one use whose products are added up, without a bias.
 
@@ -133,7 +129,10 @@ def diagonal_sums(records: Sequence[Record], is_counted: Tensor | None) -> Tenso
     is_head = any(isinstance(each, Product) for each in records)
     lookups = [each for each in records if is_head and isinstance(each, Lookup)]
     others = [each for each in records if not (is_head and isinstance(each, Lookup))]
-    looked_up = [_rows_of(each) for each in lookups]
+    # The rows that were looked up [batch, tokens], and their gradients, zeros where none was.
+    looked_up = [
+        (each.ids.clamp(min=0), _counted(_wide(each.g), each.ids >= 0)) for each in lookups
+    ]
     for low in range(0, max(batch, 1), at_once):
         some = slice(low, low + at_once)
         parts = [_multiplied(take(each, some)) for each in others]
@@ -148,11 +147,6 @@ def diagonal_sums(records: Sequence[Record], is_counted: Tensor | None) -> Tenso
             squares = gradients.square().sum(dim=0)
             total = total.add_(squares) if low else squares
     return total
-
-
-def _rows_of(record: Lookup) -> tuple[Tensor, Tensor]:
-    """The rows that were looked up [batch, tokens], and their gradients, zeros where none was."""
-    return record.ids.clamp(min=0), _counted(_wide(record.g), record.ids >= 0)
 
 
 def _add_looked_up(gradients: Tensor, ids: Tensor, g: Tensor) -> Tensor:
@@ -246,47 +240,40 @@ def _wide(value: Tensor, keeps_half: bool = False) -> Tensor:
     return value if keeps_half and is_half(value) else wide(value)
 
 
+@dataclass(eq=False, repr=False)
 class PartSums:
     """Sums over one part of a pass, layer by layer; what the capture calls.
 
-    Args:
-        layers: All layers.
+    Attributes:
+        layers: All layers, by name.
         config: For the form of weight sharing and the kind of Fisher matrix.
         mask: Which labels count [batch, tokens], bool; None if all do.
         token_mask: Which tokens inside of the module do; None if those of the labels.
         num_terms: How many labels there are.
-
-    Attributes:
         sums: By the layer's name and what is summed, see `sum_shapes`.
         columns: By the layer's name and side, the rows [tokens, d] of every use, where a side is
             held so.
         num_tokens: Of each layer that was used, how many went through it.
-        num_terms: How many labels there are.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        config: KFACConfig,
-        mask: Tensor | None,
-        token_mask: Tensor | None,
-        num_terms: int,
-    ) -> None:
-        self._config, self._mask, self.num_terms = config, mask, num_terms
-        self._token_mask = token_mask
-        self._layers = {layer.name: layer for layer in layers}
-        self._has_g = config.fisher != "forward"
+    layers: Mapping[str, Layer]
+    config: KFACConfig
+    mask: Tensor | None
+    token_mask: Tensor | None
+    num_terms: int
+    sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    columns: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
+    num_tokens: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._is_first = True  # of several columns: inputs are counted once
-        self.sums: dict[tuple[str, str], Tensor] = {}
-        self.columns: dict[tuple[str, str], list[Tensor]] = {}
-        self.num_tokens: dict[str, int] = {}
         self._uses: dict[str, list[Record]] = {}
         self._tokens: dict[tuple[int, torch.dtype], tuple[Tensor | None, Tensor, int]] = {}
         self._biases: dict[tuple[int, torch.dtype, int], Tensor] = {}
 
     def record(self, name: str, record: Record) -> None:
         """Take a use of a parameter."""
-        layer = self._layers.get(name)
+        layer = self.layers.get(name)
         if layer is None or layer.method is Method.IDENTITY:
             return  # a bias comes with its weight
         record = plain_record(record)
@@ -303,11 +290,11 @@ class PartSums:
             is_chosen: The tokens of which columns are kept where those are few [batch, tokens],
                 bool; None for all.
         """
-        heads = [each for each in self._layers.values() if each.g_form in EXACT_HEADS]
+        heads = [each for each in self.layers.values() if each.g_form in EXACT_HEADS]
         tokens, classes = logits.shape[1:-1].numel(), logits.shape[-1]
         for row, z in enumerate(logits.reshape(-1, tokens, classes) if heads else ()):
             p = torch.softmax(z, dim=-1, dtype=wide_dtype(z.dtype))
-            keep = None if self._mask is None else self._mask[row]
+            keep = None if self.mask is None else self.mask[row]
             if keep is not None:
                 p = p[keep]
             chosen = None if is_chosen is None else is_chosen[row]
@@ -332,9 +319,10 @@ class PartSums:
             a, g = token_rows(
                 record,
                 weights,
-                sharing=self._config.sharing,
+                sharing=self.config.sharing,
                 wants_a=self._is_first and layer.a_form is not Form.IDENTITY,
-                wants_g=self._has_g and layer.g_form not in (Form.IDENTITY, *EXACT_HEADS),
+                wants_g=self.config.fisher != "forward"
+                and layer.g_form not in (Form.IDENTITY, *EXACT_HEADS),
             )
             if a is not None and layer.bias is not None:
                 a = torch.cat([a, self._ones_of_bias(a, ones, layer)], dim=-1)
@@ -345,7 +333,7 @@ class PartSums:
                     counted = rows[ones.bool()].to(ones.dtype)  # [counted, d]
                     self.columns.setdefault((layer.name, side), []).append(counted)
                 elif layer.form(side) is Form.BLOCKED:
-                    self._add(layer.name, f"blocks_{side}", _block_gram(rows, self._config))
+                    self._add(layer.name, f"blocks_{side}", _block_gram(rows, self.config))
                 else:
                     self._add(layer.name, side, _gram(rows, layer.side(side)))
         if self._is_first:
@@ -358,10 +346,10 @@ class PartSums:
         """
         key = g.shape[1], wide_dtype(g.dtype)
         if key not in self._tokens:
-            weights = token_weights(self._mask, key[0], name, self._token_mask)
+            weights = token_weights(self.mask, key[0], name, self.token_mask)
             counted = weights
             shape = g.shape[:2]
-            if self._config.sharing == "reduce":
+            if self.config.sharing == "reduce":
                 counted = None if weights is None else weights.any(dim=1, keepdim=True)
                 shape = torch.Size([len(g), min(1, key[0])])
             ones = g.new_ones(shape, dtype=key[1]) if counted is None else counted.to(key[1])
@@ -382,7 +370,7 @@ class PartSums:
 
     def end_column(self) -> None:
         """End a backward pass: all uses of every parameter are there."""
-        is_counted = None if self._mask is None else self._mask.any(dim=1)
+        is_counted = None if self.mask is None else self.mask.any(dim=1)
         alike: dict[object, dict[str, Tensor]] = {}  # few launches for all gains and offsets
         with phase("products"):
             for name, (first, *others) in self._uses.items():

@@ -51,22 +51,31 @@ TOLERANCE = 0.05  # samples that were mistaken for others are off by more, bfloa
 
 
 class PassRecorder:
-    """Keeps forward passes of a module while statistics are wanted; nothing else is touched.
+    """Keeps forward passes of a module while statistics are wanted, and runs them under a capture.
 
     Args:
         module: What the user calls.
-        adapter: How its parameters lie on ranks.
+        adapter: How its parameters lie on ranks; its own module, inside of DDP, runs again.
+        config: What is collected.
         is_wanted: Whether passes are to be kept.
 
     Attributes:
         current: The last pass; None before the first and after `forget`.
         backend: What compiles the code around the module, as of the last pass; None if nothing.
+        is_paused: Whether the module runs for statistics, and not to be trained.
+        axes: Where samples lie in each operation; None until it is learnt.
     """
 
     def __init__(
-        self, module: nn.Module, adapter: ParallelAdapter, is_wanted: Callable[[], bool]
+        self,
+        module: nn.Module,
+        adapter: ParallelAdapter,
+        config: KFACConfig,
+        is_wanted: Callable[[], bool],
     ) -> None:
-        self._module, self._adapter, self._is_wanted = module, adapter, is_wanted
+        self._module, self._adapter, self._config = module, adapter, config
+        self._is_wanted = is_wanted
+        self.axes: AxisTable | None = None
         self.current: Pass | None = None
         self.backend: DynamoBackend | None = None
         self.is_paused = False
@@ -125,44 +134,7 @@ class PassRecorder:
         self.current = Pass(inputs, num_rows, rows, surroundings, self._draws, parts)
         return tree_unflatten(flat, spec)
 
-
-def _as_python(hook: Callable[..., Any], *args: Any) -> Any:
-    """Run a hook as it is where the module around it is compiled, which goes on below it."""
-    if torch.compiler.is_compiling():
-        hook = torch.compiler.disable(hook, reason="KFAC keeps what goes into the module")
-    return hook(*args)
-
-
-def refuse_private(params: Mapping[str, Tensor]) -> None:
-    """Refuse curvature for parameters that are trained privately.
-
-    Raises:
-        UnsupportedOperation: Naming one, whatever modules hold it.
-    """
-    if (name := find_shared(params, private_trainings)) is not None:
-        raise UnsupportedOperation(
-            f"{name} is trained privately, and curvature of the private batch without noise of its "
-            "own would leak it: a preconditioned step is then no longer private. Train without "
-            "KFAC, or detach() the privacy engine first"
-        )
-
-
-# --- under the capture ----------------------------------------------------------------------------
-
-
-class Collector:
-    """Runs passes of a module under the capture.
-
-    Args:
-        adapter: How its parameters lie on ranks.
-        config: What is collected.
-    """
-
-    def __init__(self, adapter: ParallelAdapter, config: KFACConfig) -> None:
-        self._adapter, self._config = adapter, config
-        self._module = adapter.module
-        self._axes: AxisTable | None = None
-        self._num_columns = 1
+    # --- under the capture ------------------------------------------------------------------------
 
     def find_layers(self, example: Pass, num_rows: int) -> list[Layer]:
         """Find the layers from a small pass; every rank runs one. See factors.py.
@@ -180,7 +152,7 @@ class Collector:
         with self._prepared(example, has_rows=False):
             capture = self._capture(NUM_SURVEYED, inputs, note)
             with capture.installed(), torch.enable_grad():
-                flat = tree_flatten(_call(self._module, inputs))[0]
+                flat = tree_flatten(_call(self._adapter.module, inputs))[0]
                 outputs = [each for each in flat if requires_grad(each)]
                 with self._in_full_precision():
                     torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
@@ -209,38 +181,34 @@ class Collector:
         Yields:
             Each part's granule, and its sums.
         """
-        self._num_columns = num_columns
-        for each in passes:
-            for index, part in enumerate(each.parts):
-                num_parts -= 1
-                yield part.granule, self._sums(each, index, layers, compiled)
-        for _ in range(num_parts):  # a rank with fewer parts keeps the others company
-            self._sums(passes[-1], 0, [], compiled)
-
-    def _sums(
-        self,
-        each: Pass,
-        index: int,
-        layers: Sequence[Layer],
-        compiled: "CompiledStatistics | None",
-    ) -> PartSums:
-        """Make the sums of one part of a pass, compiled if that may be."""
-        run = partial(self._run_part, each, index, layers)
-        return run(None) if compiled is None else compiled.sums(run)
+        runs = [
+            (part.granule, partial(self._run_part, each, index, layers, num_columns))
+            for each in passes
+            for index, part in enumerate(each.parts)
+        ]
+        for granule, run in runs:
+            yield granule, run(None) if compiled is None else compiled.sums(run)
+        # A rank with fewer parts keeps the others company.
+        run = partial(self._run_part, passes[-1], 0, [], num_columns)
+        for _ in range(num_parts - len(runs)):
+            run(None) if compiled is None else compiled.sums(run)
 
     def _run_part(
         self,
         each: Pass,
         index: int,
         layers: Sequence[Layer],
+        num_columns: int,
         compiled: "CompiledStatistics | None",
     ) -> PartSums:
+        """Make the sums of one part of a pass, compiled if that may be."""
         part, inputs, rows = each.parts[index], each.inputs_of_parts[index], each.num_rows
         is_empty = rows == 0
-        sums = taken = PartSums(layers, self._config, part.mask, part.token_mask, part.num_terms)
+        of_names = {layer.name: layer for layer in layers}
+        sums = taken = PartSums(of_names, self._config, part.mask, part.token_mask, part.num_terms)
         if is_empty:  # a rank without rows runs one of zeros, and counts nothing of it
             rows, inputs = 1, _with_rows(inputs, 1)
-            taken = PartSums([], self._config, None, None, 0)
+            taken = PartSums({}, self._config, None, None, 0)
         with (
             self._prepared(each, has_rows=not is_empty),
             nullcontext() if part.granule is None else of_granule(index),  # of the draws there
@@ -254,12 +222,12 @@ class Collector:
                 nullcontext() if compiled is None else compiled.running([capture]),
                 torch.enable_grad(),
             ):
-                flat = tree_flatten(_call(self._module, inputs))[0]
+                flat = tree_flatten(_call(self._adapter.module, inputs))[0]
                 with self._in_full_precision():
                     if part.logits is not None and part.draws is not None and not is_empty:
                         is_chosen = part.draws < part.head_share if part.head_share < 1 else None
                         taken.take_head(flat[part.logits].detach(), is_chosen)
-                    for number in range(self._num_columns):
+                    for number in range(num_columns):
                         is_there = number < len(part.gradients) and not is_empty
                         column = part.gradients[number if is_there else 0]
                         outputs = [flat[place] for place in column]
@@ -267,7 +235,7 @@ class Collector:
                             _gradient_of(flat[place], value if is_there else None, part.scale)
                             for place, value in column.items()
                         ]
-                        is_kept = number + 1 < self._num_columns
+                        is_kept = number + 1 < num_columns
                         torch.autograd.backward(outputs, values, retain_graph=is_kept)
                         taken.end_column()
             capture.release()
@@ -286,17 +254,42 @@ class Collector:
             has_rows: Whether the rows are those of the pass, which have numbers of their own.
         """
         draws, state = each.draws if each.draws is not None and has_rows else (None, None)
-        with each.surroundings(), drawing_again(draws, state), _buffers_kept(self._module):
+        with (
+            each.surroundings(),
+            drawing_again(draws, state),
+            _buffers_kept(self._adapter.module),
+        ):
             yield
 
     def _capture(self, rows: int, inputs: Any, on_record: Any) -> Capture:
-        if self._axes is None:
+        if self.axes is None:
             example = _with_rows(inputs, max(rows, NUM_SURVEYED))
             with outside_draws():
-                self._axes = learn_axes(self._module, _call, example)
-        capture = Capture(self._module, rows, axes=self._axes, on_record=on_record)
+                self.axes = learn_axes(self._adapter.module, _call, example)
+        capture = Capture(self._adapter.module, rows, axes=self.axes, on_record=on_record)
         capture.factored = {each.name for each in self._adapter.params}
         return capture
+
+
+def _as_python(hook: Callable[..., Any], *args: Any) -> Any:
+    """Run a hook as it is where the module around it is compiled, which goes on below it."""
+    if torch.compiler.is_compiling():
+        hook = torch.compiler.disable(hook, reason="KFAC keeps what goes into the module")
+    return hook(*args)
+
+
+def refuse_private(params: Mapping[str, Tensor]) -> None:
+    """Refuse curvature for parameters that are trained privately.
+
+    Raises:
+        UnsupportedOperation: Naming one, whatever modules hold it.
+    """
+    if (name := find_shared(params, private_trainings)) is not None:
+        raise UnsupportedOperation(
+            f"{name} is trained privately, and curvature of the private batch without noise of its "
+            "own would leak it: a preconditioned step is then no longer private. Train without "
+            "KFAC, or detach() the privacy engine first"
+        )
 
 
 def _gradient_of(output: Tensor, gradient: Gradient | None, scale: float) -> Tensor:

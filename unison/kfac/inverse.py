@@ -123,6 +123,11 @@ class Columns:
         numbers = self.shared.numbers
         return {f"{key}#{number}": each for number, each in zip(numbers, values, strict=True)}
 
+    @property
+    def number(self) -> "Inverse":
+        """How many columns there are, where a rank may have none of their rows."""
+        return {} if self.shared is None else {"k_g": torch.tensor(self.count)}
+
 
 Factors = Mapping[str, Any]
 """A as `a` and G as `g`, or A alone where G is the identity; or a diagonal as `d`.
@@ -301,9 +306,7 @@ def invert(
     """
     found: dict[str, Inverse] = {name: {} for name in curvatures}
     diagonals = {name: own["d"] for name, own in curvatures.items() if "d" in own}
-    sides: list[tuple[str, str]] = []  # of those that Cholesky inverts; a block is one
-    factors: list[Tensor] = []
-    dampings: list[float] = []
+    jobs: list[Job] = []  # of Cholesky; a block is one
     stats = _stats_of(curvatures, config, is_together=is_together)
     for name, own in curvatures.items():
         _refuse_not_finite(name, stats[name])
@@ -321,23 +324,19 @@ def invert(
             added = max(damping[side], _least_damping(largest, config))
             if side in own or f"blocks_{side}" in own:
                 matrices = [own[side]] if side in own else blocks_of(own[f"blocks_{side}"])
-                sides += [(name, side)] * len(matrices)
-                factors += matrices
-                dampings += [added] * len(matrices)
+                for each in matrices:
+                    padding = padding_of(len(each), each) if side == "a" and side in own else 0
+                    jobs.append((name, side, each, added, padding))
             elif f"p_{side}" in own:
                 found[name] |= _by_softmax(name, own, added)
             else:
                 is_orthogonal = config.has_rank
                 found[name] |= _by_columns(name, side, own, added, is_orthogonal=is_orthogonal)
-    paddings = [
-        padding_of(len(each), each) if side == "a" and side in curvatures[name] else 0
-        for (name, side), each in zip(sides, factors, strict=True)
-    ]
     found |= _of_diagonals(diagonals, {name: stats[name]["d"] for name in diagonals}, config)
-    inverses = _by_cholesky(sides, factors, dampings, paddings, is_together=is_together)
     of_sides: dict[tuple[str, str], list[Tensor]] = {}
-    for key, inverse in zip(sides, inverses, strict=True):
-        of_sides.setdefault(key, []).append(inverse)
+    inverses = _by_cholesky(jobs, is_together=is_together)
+    for (name, side, *_), inverse in zip(jobs, inverses, strict=True):
+        of_sides.setdefault((name, side), []).append(inverse)
     for (name, side), own in of_sides.items():
         if side in curvatures[name]:
             has_padding = len(own[0]) > len(curvatures[name][side])
@@ -439,18 +438,13 @@ def _stats_of_columns(u: Columns, is_bounded: bool) -> list[float]:
 
 def _refuse_not_finite(name: str, stats: Mapping[str, Sequence[float]]) -> None:
     for side, (size, *_) in stats.items():
-        if math.isfinite(size):
-            continue
-        if side == "d":
+        if not math.isfinite(size):
+            what = "the diagonal" if side == "d" else side.upper()
             raise NotInvertible(
-                f"the diagonal of {name!r} holds values that are not finite: gradients "
-                "overflowed. Lower the learning rate, or compute in a wider dtype"
+                f"{what} of {name!r} holds values that are not finite: the activations or the "
+                "gradients of its last update overflowed. Lower the learning rate, or compute in a "
+                "wider dtype"
             )
-        raise NotInvertible(
-            f"{side.upper()} of {name!r} holds values that are not finite: the activations or the "
-            "gradients of its last update overflowed. Lower the learning rate, or compute in a "
-            "wider dtype"
-        )
 
 
 def _of_diagonals(
@@ -463,7 +457,7 @@ def _of_diagonals(
     for name, (*_, smallest, largest) in stats.items():
         least = 0.0 if most is None else (largest + added) / most
         if not max(smallest + added, least) > 0:
-            raise NotInvertible(_not_positive(f"the diagonal of {name!r}", smallest + added))
+            raise _not_positive(f"the diagonal of {name!r}", smallest + added)
     damped = torch._foreach_add(list(diagonals.values()), added)
     if most is not None:
         torch._foreach_clamp_min_(
@@ -511,7 +505,7 @@ def _by_eigen(
         if not is_joint:
             values[side] += max(dampings[side], _least_damping(largest, config))
             if not float(values[side][0]) > 0:
-                raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}", smallest))
+                raise _not_positive(f"{side.upper()} of {name!r}", smallest)
     if "g" not in factors:
         return {"q_a": vectors["a"], "scale": values["a"].reciprocal()[None, :]}
     products = values["g"][:, None] * values["a"][None, :]
@@ -519,7 +513,7 @@ def _by_eigen(
         joint = max(config.joint_damping, _least_damping(float(products.max()), config))
         products = products + joint
         if not float(products.min()) > 0:
-            raise NotInvertible(_not_positive(f"G ⊗ A of {name!r}", float(products.min())))
+            raise _not_positive(f"G ⊗ A of {name!r}", float(products.min()))
     return {"q_a": vectors["a"], "q_g": vectors["g"], "scale": products.reciprocal()}
 
 
@@ -592,18 +586,13 @@ def _columns_of(own: Factors, side: str) -> Columns:
     return u if isinstance(u, Columns) else Columns.whole(u)
 
 
-def _number_of(u: Columns) -> Inverse:
-    """How many columns there are, where a rank may have none of their rows."""
-    return {} if u.shared is None else {"k_g": torch.tensor(u.count)}
-
-
 def _by_columns(
     name: str, side: str, own: Factors, damping: float, *, is_orthogonal: bool
 ) -> Inverse:
     """The inverse of U'U + d I; rows that are orthogonal need no S."""
     u, added = _columns_of(own, side), damping + float(own[f"t_{side}"])
     if not added > 0:
-        raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}, of low rank,", 0.0))
+        raise _not_positive(f"{side.upper()} of {name!r}, of low rank,", 0.0)
     scale = u.like.new_full((1, 1), 1 / added)
     if is_orthogonal:
         squares = (each.double().square().sum(dim=1, keepdim=True) for each in u.blocks)
@@ -614,11 +603,11 @@ def _by_columns(
         matrix.diagonal().add_(added)
         lower, info = torch.linalg.cholesky_ex(matrix)
         if int(info):
-            raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}", added))
+            raise _not_positive(f"{side.upper()} of {name!r}", added)
         wide = (each.double() for each in u.blocks)
         found = (torch.linalg.solve_triangular(lower, each, upper=False) for each in wide)
         ws = [each.to(u.like.dtype) for each in found]
-    return u.named(f"w_{side}", ws) | {f"s_{side}": scale} | _number_of(u)
+    return u.named(f"w_{side}", ws) | {f"s_{side}": scale} | u.number
 
 
 def _by_softmax(name: str, own: Factors, damping: float) -> Inverse:
@@ -632,13 +621,13 @@ def _by_softmax(name: str, own: Factors, damping: float) -> Inverse:
     s -= u.add(products, u.count, u.count, is_wide=True)
     lower, info = torch.linalg.cholesky_ex(s)
     if int(info) or not float(diagonal.min()) > 0:
-        raise NotInvertible(_not_positive(f"G of the head {name!r}", float(diagonal.min())))
+        raise _not_positive(f"G of the head {name!r}", float(diagonal.min()))
     vs = []
     for part, d in zip(u.blocks, of_blocks, strict=True):
         v = torch.linalg.solve_triangular(lower, part.double() / d, upper=False)
         vs.append(v.to(part.dtype))
     ds = [d.reciprocal().to(u.like.dtype)[:, None] for d in of_blocks]
-    return u.named("v_g", vs) | u.named("d_g", ds) | _number_of(u)
+    return u.named("v_g", vs) | u.named("d_g", ds) | u.number
 
 
 def _joint_by_columns(
@@ -657,11 +646,11 @@ def _joint_by_columns(
             values[side], vectors = u.eigen(u.gram())
             values[side] = values[side].clamp(min=0.0)
             found |= u.named(f"b_{side}", [each.double().T @ vectors for each in u.blocks])
-            found |= _number_of(u)
+            found |= u.number
     largest = math.prod(each[-1] for each in stats.values())
     damping = max(config.joint_damping, _least_damping(largest, config))
     if not damping > 0:
-        raise NotInvertible(_not_positive(f"G ⊗ A of {name!r}, of low rank,", 0.0))
+        raise _not_positive(f"G ⊗ A of {name!r}, of low rank,", 0.0)
     products = values["g"][:, None] * values["a"][None, :]
     found["c"] = (damping * (damping + products)).reciprocal()
     found["s"] = products.new_full((1, 1), 1 / damping)
@@ -674,48 +663,43 @@ def _joint_by_columns(
 # --- Cholesky -------------------------------------------------------------------------------------
 
 
-def _by_cholesky(
-    sides: Sequence[tuple[str, str]],
-    factors: Sequence[Tensor],
-    dampings: Sequence[float],
-    paddings: Sequence[int],
-    *,
-    is_together: bool,
-) -> list[Tensor]:
-    """(factor + damping I)⁻¹ of each, with more digits and then more damping where that fails.
+Job = tuple[str, str, Tensor, float, int]
+"""A layer and its side, the matrix to invert, what is added to its diagonal, and rows of padding
+that the inverse may end with."""
+
+
+def _by_cholesky(jobs: Sequence[Job], *, is_together: bool) -> list[Tensor]:
+    """(matrix + damping I)⁻¹ of each, with more digits and then more damping where that fails.
 
     Those that were made together are views of one memory, with some rows and columns of padding.
     """
-    if not factors:
+    if not jobs:
         return []
     groups: dict[object, list[int]] = {}
-    sizes = joint_sizes([len(each) + padding_of(len(each), each) for each in factors])
-    for number, factor in enumerate(factors):
-        goes_along = is_together and is_gpu(factor) and len(factor) > 0
+    matrices = [matrix for _, _, matrix, _, _ in jobs]
+    sizes = joint_sizes([len(each) + padding_of(len(each), each) for each in matrices])
+    for number, matrix in enumerate(matrices):
+        goes_along = is_together and is_gpu(matrix) and len(matrix) > 0
         groups.setdefault(sizes[number] if goes_along else (number,), []).append(number)
     # The largest first: small ones fill what is idle at the end.
-    places = sorted(groups.values(), key=lambda own: -len(factors[own[0]]))
+    places = sorted(groups.values(), key=lambda own: -len(matrices[own[0]]))
 
     def invert_group(own: list[int]) -> tuple[Sequence[Tensor], Tensor]:
+        _, _, alike, dampings, paddings = zip(*(jobs[number] for number in own), strict=True)
         if len(own) == 1:
-            inverse, is_right = _try(factors[own[0]], dampings[own[0]])
+            inverse, is_right = _try(alike[0], dampings[0])
             return [inverse], is_right.reshape(1)
-        matrices = [factors[number] for number in own]
-        added = [dampings[number] for number in own]
-        extra = [paddings[number] for number in own]
-        return inverses_of_positive(matrices, added, sizes[own[0]], extra)
+        return inverses_of_positive(alike, dampings, sizes[own[0]], paddings)
 
     with full_float32():
-        jobs = [functools.partial(invert_group, own) for own in places]
-        found = side_by_side(jobs, factors[0].device)
+        works = [functools.partial(invert_group, own) for own in places]
+        found = side_by_side(works, matrices[0].device)
         is_inverted = iter(torch.cat([is_right for _, is_right in found]).tolist())
         done = {}
         for own, (inverses, _) in zip(places, found, strict=True):
             for number, inverse in zip(own, inverses, strict=True):
-                if not next(is_inverted):
-                    inverse = _with_more(factors[number], dampings[number], *sides[number])
-                done[number] = inverse
-    return [done[number] for number in range(len(factors))]
+                done[number] = inverse if next(is_inverted) else _with_more(*jobs[number])
+    return [done[number] for number in range(len(jobs))]
 
 
 def _try(
@@ -728,7 +712,7 @@ def _try(
     return inverse.to(factor.dtype), is_right
 
 
-def _with_more(factor: Tensor, damping: float, name: str, side: str) -> Tensor:
+def _with_more(name: str, side: str, factor: Tensor, damping: float, _: int) -> Tensor:
     """The inverse of what was not inverted at once; the GPU is waited for at every try."""
     largest = float(factor.diagonal().max()) if len(factor) else 0.0
     jitters = [0.0]
@@ -740,11 +724,11 @@ def _with_more(factor: Tensor, damping: float, name: str, side: str) -> Tensor:
             if bool(is_right):
                 return inverse
     smallest = float(torch.linalg.eigvalsh(factor.double())[0])
-    raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}", smallest))
+    raise _not_positive(f"{side.upper()} of {name!r}", smallest)
 
 
-def _not_positive(what: str, smallest: float) -> str:
-    return (
+def _not_positive(what: str, smallest: float) -> NotInvertible:
+    return NotInvertible(
         f"{what} cannot be inverted: its smallest eigenvalue is {smallest:.3g}. Raise damping, set "
         "max_condition_number, or collect more tokens per update"
     )

@@ -8,6 +8,7 @@ import itertools
 import math
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,33 +21,15 @@ from torch.optim import Optimizer
 
 from unison.capture.torch_compile import uncompile, unwrapped
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kfac.config import (
-    Every,
-    KFACConfig,
-    loss_scale,
-    refuse_adaptive,
-    watch_optimizers,
-)
+from unison.kfac.config import Every, KFACConfig, loss_scale, refuse_adaptive, watch_optimizers
 from unison.kfac.factors import phase, sum_shapes
-from unison.kfac.fisher import Collector, CompiledStatistics, PassRecorder, refuse_private
+from unison.kfac.fisher import CompiledStatistics, PassRecorder, refuse_private
 from unison.kfac.inverse import Columns
 from unison.kfac.labels import Pass, Sampled, refuse_missing, warn_of_shifts
 from unison.kfac.layers import Layer, Method, Routes, assign, cost, describe, layers_of
 from unison.kfac.linalg import all_finite, is_gpu, largest_elements
-from unison.kfac.precondition import (
-    Graft,
-    LayerState,
-    Preconditioner,
-    invert_layers,
-    update_layers,
-)
-from unison.parallel import (
-    ParallelAdapter,
-    TensorParallel,
-    adapter_class,
-    adapter_of,
-    curvatures,
-)
+from unison.kfac.precondition import Graft, LayerState, Preconditioner, invert_layers, update_layers
+from unison.parallel import ParallelAdapter, TensorParallel, adapter_class, adapter_of, curvatures
 from unison.parallel.exchange import (
     OwnerSums,
     SharedBlocks,
@@ -58,13 +41,7 @@ from unison.parallel.exchange import (
 from unison.shard.ranks import from_rank_0, gather_objects, together
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
 from unison.shard.state.entries import FlatPart
-from unison.torch_internals import (
-    DynamoBackend,
-    has_values,
-    is_dtensor,
-    machine_of,
-    sent_to_host,
-)
+from unison.torch_internals import DynamoBackend, has_values, is_dtensor, machine_of, sent_to_host
 
 MOST_HEAD_TOKENS = 2048  # of an update, about, whose probabilities make columns
 
@@ -144,16 +121,17 @@ class KFAC:
         self._is_ordered = True  # the last update: steps have the bits of any number of ranks
         self._passes: list[Pass] = []
         self._shifts: list[Tensor] = []  # see `Sampled`
-        self._collector = Collector(self._adapter, config)
         self._compiled: CompiledStatistics | None = None
         self._states: dict[int, LayerState] = {}
         self._owners: list[tuple[int, ...]] = []
         self._graft = Graft(config)
         # The module has hooks that ask; they must not keep this object.
         own = weakref.ref(self)
-        self._recorder = PassRecorder(
-            module, self._adapter, lambda: (kfac := own()) is not None and kfac.wants_statistics
-        )
+
+        def is_wanted() -> bool:
+            return (kfac := own()) is not None and kfac.wants_statistics
+
+        self._recorder = PassRecorder(module, self._adapter, config, is_wanted)
         handle = watch_optimizers([each.parameter for each in self._adapter.params], config.graft)
         self._unwatch = weakref.finalize(self, handle.remove)
         curvatures.add(self)
@@ -212,17 +190,9 @@ class KFAC:
                 "`if kfac.wants_statistics: kfac.sample(logits).backward(retain_graph=True)`"
             )
         current = self._recorder.current
-        return Sampled(
-            current,
-            logits,
-            mask,
-            token_mask,
-            self.config,
-            self.num_steps,
-            divisor,
-            self._passes,
-            self._shifts if self._last_update is None else None,
-        )
+        shifts = self._shifts if self._last_update is None else None
+        of_step = self.config, self.num_steps, divisor, self._passes, shifts
+        return Sampled(current, logits, mask, token_mask, *of_step)
 
     # --- the step --------------------------------------------------------------------------------
 
@@ -300,17 +270,15 @@ class KFAC:
                 return None
             bad = [each.name for each, own in zip(held, values[1:], strict=False) if not own]
             own = [f"the gradient of {name!r} on rank {ranks.rank} is not finite" for name in bad]
-            return self._first(own[0] if own else None)
+            return self._agreed(own[0] if own else None)
 
         return is_overflow, find
 
     def _agreed(self, reason: str | None) -> str | None:
         """The first reason that any rank has; a collective."""
         is_any = largest(self._adapter.ranks, self._device, int(reason is not None))[0]
-        return self._first(reason) if is_any and has_values() else None
-
-    def _first(self, reason: str | None) -> str:
-        """The first reason of any rank, where one has some; a collective."""
+        if not is_any or not has_values():
+            return None
         reasons = gather_objects(self._adapter.ranks, reason)
         return next(each for each in reasons if each is not None)
 
@@ -330,12 +298,17 @@ class KFAC:
             reason = self._update_factors(scale, find_overflow)
             if reason is not None:
                 return reason
-        every = self.config.invert_every
-        is_fresh = self._last_update == self.num_steps
-        if self._last_update is not None and (
-            is_fresh if every is None else self._is_due(every, self._last_inverse)
-        ):
-            self._invert()
+        every, states = self.config.invert_every, self._states.values()
+        is_due = self._last_update == self.num_steps
+        if every is not None:
+            is_due = self._last_update is not None and self._is_due(every, self._last_inverse)
+        if is_due:
+            with phase("inverses"):  # what fails on one rank raises on all, with the same words
+                together(
+                    self._adapter.ranks,
+                    lambda: invert_layers(states, self.config, is_together=self._is_together),
+                )
+            self._last_inverse = self.num_steps
         if not self.layers:
             assert self.config.policy == "identity", "statistics are wanted at the first step"
             self._take_layers(layers_of({}, self._shapes, self.config))
@@ -418,7 +391,7 @@ class KFAC:
                 undo.enter_context(self._adapter.observing())
                 if self._last_update is None:
                     rows = added(ranks, self._device, sum(each.num_real for each in passes))
-                    found = self._collector.find_layers(passes[0], *rows)
+                    found = self._recorder.find_layers(passes[0], *rows)
                     self._take_layers(broadcast_object(ranks, 0, found))
                 like, edges = self._routes.like, passes[0].rows.edges
                 self._is_ordered = bool(edges)
@@ -434,7 +407,7 @@ class KFAC:
                     compiled = self._compiled_by(backend)
                     undo.enter_context(compiled.attached(passes))
                 with phase("statistics"):
-                    run, pieces = self._collector.run, []
+                    run, pieces = self._recorder.run, []
                     for granule, part in run(passes, self.layers, most, columns, compiled):
                         used = {name for name, _ in part.sums} | part.num_tokens.keys()
                         names = [(self.layers[i].name, key) for i, key in entries]
@@ -482,17 +455,17 @@ class KFAC:
         held = [(i, layer, side) for i, layer in enumerate(self.layers) for side in layer.low_rank]
         if not held:
             return {}
-        owners: dict[tuple[str, str], Sequence[int]] = {}
         places: dict[tuple[str, str], tuple[str, int, int]] = {}  # a side, and rows of it
+        owners: dict[tuple[str, str], Sequence[int]] = {}
         for i, layer, side in held:
             shared = self._states[i].shared if side == "g" and layer.block_rows else None
             if shared is None:
-                owners[layer.name, f"u_{side}"] = self._owners[i]
                 places[layer.name, f"u_{side}"] = side, 0, layer.side(side)
+                owners[layer.name, f"u_{side}"] = self._owners[i]
                 continue
             for number, (low, high) in enumerate(layer.blocks):
-                owners[layer.name, f"u_g#{number}"] = (shared.owner(number),)
                 places[layer.name, f"u_g#{number}"] = "g", low, high
+                owners[layer.name, f"u_g#{number}"] = (shared.owner(number),)
         cut = [
             (
                 granule,
@@ -506,13 +479,12 @@ class KFAC:
         ]
         widths = {key: high - low for key, (_, low, high) in places.items()}
         found, counts = gather_rows(self._adapter.ranks, cut, owners, widths, like)
-        by_layer: dict[int, dict[str, Columns]] = {}
+        by_layer: dict[int, dict[str, Columns]] = defaultdict(dict)
         for i, layer, side in held:
             if i in self._states:
                 own = {key: rows for (name, key), rows in found.items() if name == layer.name}
                 count = counts.get((layer.name, "u_g#0"), 0)  # as many in every block
-                columns = self._states[i].columns(side, own, count)
-                by_layer.setdefault(i, {})[side] = columns
+                by_layer[i][side] = self._states[i].columns(side, own, count)
         return by_layer
 
     def _forget_update(self, layers: list[Layer], is_ordered: bool) -> None:
@@ -520,7 +492,7 @@ class KFAC:
         self._is_ordered = is_ordered
         if not layers:  # found in it
             self.layers, self._states, self._owners = [], {}, []
-            self._collector = Collector(self._adapter, self.config)
+            self._recorder.axes = None
         if self._compiled is not None:
             self._compiled.forget_kinds()
 
@@ -537,16 +509,6 @@ class KFAC:
             )
         return known
 
-    def _invert(self) -> None:
-        """Invert this rank's layers; what fails on one rank raises on all, with the same words."""
-        states, is_together = self._states.values(), self._is_together
-        with phase("inverses"):
-            together(
-                self._adapter.ranks,
-                lambda: invert_layers(states, self.config, is_together=is_together),
-            )
-        self._last_inverse = self.num_steps
-
     # --- layers and their owners -----------------------------------------------------------------
 
     def _take_layers(self, layers: list[Layer]) -> None:
@@ -558,15 +520,12 @@ class KFAC:
         self._owners = [
             everyone if layer.block_rows else own for layer, own in zip(layers, owners, strict=True)
         ]
-        shared = [
-            SharedBlocks(ranks, len(layer.blocks)) if layer.block_rows else None for layer in layers
-        ]
-        self._routes = Routes(self._adapter, layers, self._owners)
-        self._states = {
-            index: LayerState(layer, self.config, self._graft, self._routes.like, shared[index])
-            for index, layer in enumerate(layers)
-            if ranks.rank in self._owners[index]
-        }
+        self._routes, self._states = Routes(self._adapter, layers, self._owners), {}
+        for index, layer in enumerate(layers):
+            if ranks.rank in self._owners[index]:
+                shared = SharedBlocks(ranks, len(layer.blocks)) if layer.block_rows else None
+                state = LayerState(layer, self.config, self._graft, self._routes.like, shared)
+                self._states[index] = state
         self._preconditioner = Preconditioner(self._states.values(), self._graft)
 
     def _with_shared_rows(self) -> list[LayerState]:
@@ -649,15 +608,11 @@ class KFAC:
         """
         self._take_stored([each["layer"] for each in state["layers"]], state.get("settings"))
         for index, own in self._states.items():
-            tensors = state["layers"][index]["tensors"].items()
-            stored = [(key, each) for key, each in tensors if own.holds(key)]
-            # Copies where layers compute; single numbers stay on the host.
-            own.load(
-                {
-                    key: each.to(self._device if each.ndim else "cpu", copy=True)
-                    for key, each in stored
-                }
-            )
+            tensors = {}
+            for key, each in state["layers"][index]["tensors"].items():
+                if own.holds(key):  # copies where layers compute; single numbers stay on the host
+                    tensors[key] = each.to(self._device if each.ndim else "cpu", copy=True)
+            own.load(tensors)
         self._go_on(state)
 
     def save(self, folder: str | Path) -> None:

@@ -156,12 +156,16 @@ def _categorical_column(z: Tensor, c: int) -> Tensor:
 def _bernoulli_column(z: Tensor, c: int) -> Tensor:
     """√(p(1 - p)) e_c of output c."""
     p = torch.sigmoid(z[..., c].to(wide_dtype(z.dtype)))
-    return _one_output(z, c, (p * (1 - p)).sqrt())
+    column = _gaussian_column(z, c)
+    column[..., c] = (p * (1 - p)).sqrt()
+    return column
 
 
 def _gaussian_column(z: Tensor, c: int) -> Tensor:
     """e_c of output c."""
-    return _one_output(z, c, 1.0)
+    column = torch.zeros_like(z, dtype=wide_dtype(z.dtype))
+    column[..., c] = 1.0
+    return column
 
 
 DRAWN: dict[str, Callable[[Tensor, Stream, int], Tensor]] = {
@@ -205,30 +209,24 @@ def drawn_classes(p: Tensor, u: Tensor) -> Tensor:  # [..., classes], [...] -> [
 def _box(like: Tensor, first_row: int) -> Box:
     """The elements of outputs, or of their tokens, with all rows `ROW` tokens apart."""
     batch, tokens, *outputs = like.shape
-    last = first_row + batch
-    return Box(
-        (last, ROW, *outputs), (first_row, 0, *(0 for _ in outputs)), (last, tokens, *outputs)
-    )
-
-
-def _one_output(z: Tensor, c: int, value: Tensor | float) -> Tensor:
-    column = torch.zeros_like(z, dtype=wide_dtype(z.dtype))
-    column[..., c] = value
-    return column
+    last, none = first_row + batch, [0] * len(outputs)
+    return Box((last, ROW, *outputs), (first_row, 0, *none), (last, tokens, *outputs))
 
 
 # --- gradients of the outputs ---------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class Sampled:
     """Labels for one pass; `backward` keeps their gradients, `KFAC.step` makes records of them.
 
     It does what `loss.backward(retain_graph=True)` would, as far as the curvature is concerned, and
     leaves `.grad` of all parameters alone.
 
-    Args:
+    Attributes:
         current: The pass.
-        logits: Made of its outputs [batch, ..., outputs].
+        logits: Made of its outputs [batch, ..., outputs]; None once they were looked at, since they
+            hold a graph.
         mask: Which labels count [batch, ...], broadcast against the labels; None if all do.
         token_mask: Which tokens inside of the module are real [batch, ...]; None if all are, or are
             those of the labels.
@@ -240,26 +238,18 @@ class Sampled:
             need not be known.
     """
 
-    def __init__(
-        self,
-        current: Pass,
-        logits: Tensor,
-        mask: Tensor | None,
-        token_mask: Tensor | None,
-        config: KFACConfig,
-        step: int,
-        divisor: float | None,
-        passes: list[Pass],
-        shifts: list[Tensor] | None,
-    ) -> None:
-        self._pass, self._masks = current, (mask, token_mask)
-        self._shifts = shifts
-        self._logits: Tensor | None = logits  # until they were looked at: they hold a graph
-        self._config, self._divisor, self._passes = config, divisor, passes
-        key = Key.from_seed(config.seed)
-        self._stream = Stream(key, "labels", step=step, purpose="kfac")
-        self._signs = Stream(key, "signs", step=step, purpose="kfac")
-        self._head = Stream(key, "head", step=step, purpose="kfac")
+    current: Pass
+    logits: Tensor | None
+    mask: Tensor | None
+    token_mask: Tensor | None
+    config: KFACConfig
+    step: int
+    divisor: float | None
+    passes: list[Pass]
+    shifts: list[Tensor] | None
+
+    def _stream(self, name: str) -> Stream:
+        return Stream(Key.from_seed(self.config.seed), name, step=self.step, purpose="kfac")
 
     def backward(self, retain_graph: bool = True) -> None:
         """Keep the gradients of these labels.
@@ -275,31 +265,31 @@ class Sampled:
                 "kfac.sample(...).backward() comes before loss.backward(), which needs the graph: "
                 "pass retain_graph=True"
             )
-        if any(self._pass is each for each in self._passes):
+        if any(self.current is each for each in self.passes):
             raise BadInput("kfac.sample(...).backward() was called twice for one forward pass")
-        assert self._logits is not None
-        parts, logits = self._pass.parts, tensors_of(self._logits)
-        self._logits = None
+        assert self.logits is not None
+        parts, logits = self.current.parts, tensors_of(self.logits)
+        self.logits = None
         if len(logits) != len(parts):
             raise BadInput(
                 f"expected logits of {len(parts)} granules, found {len(logits)}: take them from "
                 "the last forward pass"
             )
-        masks = [
-            [None] * len(parts) if each is None else list(tensors_of(each)) for each in self._masks
-        ]
-        for each in masks:
-            if len(each) != len(parts):
-                raise BadInput(f"expected a mask of {len(parts)} granules, found {len(each)}")
+        masks = []
+        for each in (self.mask, self.token_mask):
+            own = [None] * len(parts) if each is None else tensors_of(each)
+            if len(own) != len(parts):
+                raise BadInput(f"expected a mask of {len(parts)} granules, found {len(own)}")
+            masks.append(own)
         for part, each, *own in zip(parts, logits, *masks, strict=True):
             self._keep(part, each, *own)
-        self._passes.append(self._pass)
+        self.passes.append(self.current)
 
     def _keep(
         self, part: PassPart, logits: Tensor, mask: Tensor | None, token_mask: Tensor | None
     ) -> None:
         """Keep the gradients of one part's outputs, and let the outputs go."""
-        rows, outputs = self._pass.num_rows, part.outputs
+        rows, outputs = self.current.num_rows, part.outputs
         if logits.ndim < 2 or logits.shape[0] != rows:
             raise BadInput(
                 f"expected logits [batch of {rows}, ..., outputs], found {list(logits.shape)}"
@@ -317,33 +307,31 @@ class Sampled:
             real = _full_mask(token_mask, part.is_real, token_mask.shape, z.device)
             assert real is not None
             part.token_mask = real if part.mask is None else real & part.mask.any(1, keepdim=True)
-        if self._shifts is not None and logits.requires_grad:
-            logits.register_hook(partial(_note_shift, self._shifts))
+        if self.shifts is not None and logits.requires_grad:
+            logits.register_hook(partial(_note_shift, self.shifts))
         own = [place for place, output in outputs.items() if output is logits]
         part.logits = own[0] if own else None
-        if self._config.head == "exact":
+        if self.config.head == "exact":
             if not own:
                 raise BadInput(
                     "head='exact' is of the matrix that makes the logits, and these are not what "
                     "the module returned: pass kfac.sample its own output, or head='sampled'"
                 )
             of_tokens = _box(z[..., 0], part.first_id)
-            part.draws = uniform(self._head, of_tokens, dtype=torch.float32, device=z.device)
-        if self._config.fisher == "empirical":
+            part.draws = uniform(
+                self._stream("head"), of_tokens, dtype=torch.float32, device=z.device
+            )
+        if self.config.fisher == "empirical":
             self._wait_for_loss(part)
-            part.outputs = {}
-            return
-        columns = self._columns(z, part, has_room=bool(own))
-        if own:
+        elif own:
             # Nothing lies between them: made again from the same logits when they are needed, as
             # those of a language model are large.
-            part.gradients = [{own[0]: partial(self._draw, make)} for make in columns]
+            columns = self._columns(z, part, has_room=True)
+            part.gradients = [{own[0]: partial(_made_again, make)} for make in columns]
         else:
+            columns = self._columns(z, part, has_room=False)
             part.gradients = [_sent_back(outputs, logits, make(z)) for make in columns]
         part.outputs = {}
-
-    def _draw(self, make: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
-        return make(_with_tokens(logits)).view(logits.shape)
 
     def _columns(
         self, z: Tensor, part: PassPart, *, has_room: bool
@@ -355,10 +343,10 @@ class Sampled:
             part: What they are of; its mask is there.
             has_room: Whether gradients are made when they are needed, rather than kept.
         """
-        fisher, (_, tokens, outputs) = self._config.fisher, z.shape
+        fisher, (_, tokens, outputs) = self.config.fisher, z.shape
         if fisher == "mc":
-            draw = DRAWN[self._config.likelihood]
-            return [lambda z: _counted_only(draw(z, self._stream, part.first_id), part.mask)]
+            draw, stream = DRAWN[self.config.likelihood], self._stream("labels")
+            return [lambda z: _counted_only(draw(z, stream, part.first_id), part.mask)]
         if fisher == "forward":  # inputs are all that is looked at
             return [torch.zeros_like]
         if outputs > MOST_EXACT:
@@ -375,7 +363,7 @@ class Sampled:
 
     def _exact_column(self, z: Tensor, *, part: PassPart, token: int | None, c: int) -> Tensor:
         """Column c of one token's labels; for None of all tokens', with a sign each."""
-        column = _counted_only(COLUMNS[self._config.likelihood](z, c), part.mask)
+        column = _counted_only(COLUMNS[self.config.likelihood](z, c), part.mask)
         if token is not None:
             kept = torch.zeros_like(column)
             kept[:, token : token + 1] = column[:, token : token + 1]
@@ -383,14 +371,14 @@ class Sampled:
         batch, tokens, outputs = z.shape
         first, last = part.first_id, part.first_id + batch
         box = Box((last, ROW, outputs), (first, 0, c), (last, tokens, c + 1))
-        is_turned = uniform(self._signs, box, dtype=torch.float32, device=z.device) < 0.5
+        is_turned = uniform(self._stream("signs"), box, dtype=torch.float32, device=z.device) < 0.5
         return torch.where(is_turned, -column, column)
 
     def _wait_for_loss(self, part: PassPart) -> None:
         """Take the gradients of the user's own loss, as those of a sum."""
-        scale = self._divisor
+        scale = self.divisor
         if scale is None:
-            scale = part.num_terms if self._config.loss_reduction == "mean" else 1
+            scale = part.num_terms if self.config.loss_reduction == "mean" else 1
         sums: dict[int, Tensor] = {}
         part.gradients, part.scale = [sums], float(scale)
 
@@ -400,6 +388,10 @@ class Sampled:
 
         for place, output in part.outputs.items():
             output.register_hook(partial(keep, place))
+
+
+def _made_again(make: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    return make(_with_tokens(logits)).view(logits.shape)
 
 
 def _note_shift(shifts: list[Tensor], gradient: Tensor) -> None:
@@ -442,9 +434,8 @@ def _sent_back(outputs: Mapping[int, Tensor], logits: Tensor, column: Tensor) ->
         retain_graph=True,
         allow_unused=True,
     )
-    gradients = {
-        place: each for place, each in zip(outputs, found, strict=True) if each is not None
-    }
+    pairs = zip(outputs, found, strict=True)
+    gradients = {place: each for place, each in pairs if each is not None}
     if not gradients:
         raise BadInput(
             "the logits were not made of what the module's last forward pass returned; call "

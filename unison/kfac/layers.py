@@ -19,6 +19,7 @@ all rows; those of blocks of tokens, reference note 003's, do not.
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -169,45 +170,37 @@ def layers_of(
         name: _sides_of(name, uses.get(name, ()), config, num_rows, num_outputs, machine)
         for name in shapes
     }
-    forms = {form for own in sides.values() if isinstance(own, dict) for form, _ in own.values()}
-    if uses and config.head == "exact" and not forms & {Form.EXACT, Form.SOFTMAX}:
+    known = {form for own in sides.values() if isinstance(own, dict) for form, _ in own.values()}
+    if uses and config.head == "exact" and not known & {Form.EXACT, Form.SOFTMAX}:
         raise BadInput(
             "head='exact' takes G of the matrix whose product is the module's output, and no "
             "parameter is used so: pass head='sampled', or return that product from the module"
         )
-    reasons = {name: own if isinstance(own, str) else "" for name, own in sides.items()}
-    pairs = bias_names(shapes)
     biases = {
-        name: pairs[name]
-        for name, reason in reasons.items()
-        if not reason and name in pairs and _belongs(uses[name], uses.get(pairs[name], ()))
+        name: bias
+        for name, bias in bias_names(shapes).items()
+        if not isinstance(sides[name], str) and _belongs(uses[name], uses.get(bias, ()))
     }
-    joined = set(biases.values())
     found = []
     for name, shape in shapes.items():
-        why, own = reasons[name], sides[name]
+        own = sides[name]
         if not isinstance(own, str):
             use = next(each for each in uses[name] if isinstance(each, Product))
             notes = [why for _, why in own.values()]
             if any(isinstance(each, Lookup) for each in uses[name]):
                 notes.insert(0, "as a matrix; its use as a table is left out")
             of_use = use.g.shape[-1], use.a.shape[-1], use.is_transposed
-            about = Method.KRONECKER, shape, *of_use, "; ".join(notes)
-            a_form, g_form = (own.get(side, (Form.DENSE, ""))[0] for side in "ag")
-            layer = Layer(name, biases.get(name), *about, a_form=a_form, g_form=g_form)
-            if (
-                "g" in layer.low_rank
-                and layer.rows > config.max_factor_size
-                and not use.is_transposed
-            ):
+            forms: dict[str, Any] = {f"{side}_form": form for side, (form, _) in own.items()}
+            layer = Layer(name, biases.get(name), Method.KRONECKER, shape, *of_use, **forms)
+            is_long = layer.rows > config.max_factor_size
+            if "g" in layer.low_rank and is_long and not use.is_transposed:
                 layer = replace(layer, block_rows=BLOCK_ROWS)
-                why = f"{layer.why}; ranks share its rows in {len(layer.blocks)} blocks"
-                layer = replace(layer, why=why)
-            found.append(layer)
-        elif name not in joined:
-            is_left = config.policy == "identity" or config.fisher == "forward" or why == "not used"
+                notes.append(f"ranks share its rows in {len(layer.blocks)} blocks")
+            found.append(replace(layer, why="; ".join(notes)))
+        elif name not in biases.values():
+            is_left = config.policy == "identity" or config.fisher == "forward" or own == "not used"
             method = Method.IDENTITY if is_left else Method.DIAGONAL
-            found.append(Layer(name, None, method, shape, math.prod(shape), 1, False, why))
+            found.append(Layer(name, None, method, shape, math.prod(shape), 1, False, own))
     return found
 
 
@@ -236,21 +229,13 @@ def _sides_of(
     (rows, columns, _) = sides.pop()
     is_exact_head = config.head == "exact" and _makes_outputs(products, num_outputs)
     if config.policy == "kronecker":
-        return (
-            {"g": (Form.EXACT, "G as a matrix (its true Fisher matrix)")} if is_exact_head else {}
-        )
+        exact = {"g": (Form.EXACT, "G as a matrix (its true Fisher matrix)")}
+        return exact if is_exact_head else {}
     if rows * columns < config.min_layer_size and not is_exact_head:
         return f"fewer than {config.min_layer_size} elements"
     tokens = 1 if config.sharing == "reduce" else sum(use.g.shape[1] for use in products)
-    return forms_of(
-        rows,
-        columns + 1,
-        num_rows * tokens,
-        config,
-        is_head=rows == num_outputs,
-        is_exact_head=is_exact_head,
-        machine=machine,
-    )
+    head = {"is_head": rows == num_outputs, "is_exact_head": is_exact_head}
+    return forms_of(rows, columns + 1, num_rows * tokens, config, machine=machine, **head)
 
 
 def _makes_outputs(products: Sequence[Product], num_outputs: int) -> bool:
@@ -492,28 +477,22 @@ def describe(config: KFACConfig, layers: Sequence[Layer], num_steps: int, skippe
         f"{damping}, {_FORM[config.damping_form]}.",
     ]
     if layers:
-        by_method = {each: [x for x in layers if x.method is each] for each in Method}
-        low = [each for each in by_method[Method.KRONECKER] if each.low_rank]
+        num = {method: sum(each.method is method for each in layers) for method in Method}
         text = (
-            f"{len(by_method[Method.KRONECKER])} matrices were factored, "
-            f"{len(by_method[Method.DIAGONAL])} parameters had an exact diagonal, "
-            f"{len(by_method[Method.IDENTITY])} none."
+            f"{num[Method.KRONECKER]} matrices were factored, {num[Method.DIAGONAL]} parameters "
+            f"had an exact diagonal, {num[Method.IDENTITY]} none."
         )
-        others = {form: [x.name for x in layers if form in (x.a_form, x.g_form)] for form in Form}
         for form, words in _FORMS.items():
-            if others[form]:
-                text += f" {words}: {', '.join(others[form][:3])}"
-                text += ", …." if len(others[form]) > 3 else "."
-        if low:
-            names = ", ".join(each.name for each in low[:3]) + (", …" if len(low) > 3 else "")
+            if names := [each.name for each in layers if form in (each.a_form, each.g_form)]:
+                text += f" {words}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}."
+        if low := [each.name for each in layers if each.low_rank]:
+            names = ", ".join(low[:3]) + (", …" if len(low) > 3 else "")
+            kept = (
+                f", compressed to the {config.max_rank} largest eigenvalues with the mean of the "
+                "others in the damping, which is an approximation"
+            )
             text += f" Of {len(low)} ({names}), a side was inverted by Woodbury's identity on "
-            text += "columns of tokens"
-            if config.has_rank:
-                text += (
-                    f", compressed to the {config.max_rank} largest eigenvalues with the mean of "
-                    "the others in the damping, which is an approximation"
-                )
-            text += "."
+            text += f"columns of tokens{kept if config.has_rank else ''}."
         sentences.append(text)
     graft = _GRAFT[config.graft].format(betas=config.betas, eps=config.eps)
     clip = "" if config.kl_clip is None else f", with a KL clip of {config.kl_clip:g}"
@@ -607,6 +586,11 @@ class LayerPiece(NamedTuple):
         low = max(start, self.start)
         return low, max(low, min(stop, self.stop))
 
+    def length(self, place: int) -> int:
+        """How many those are."""
+        low, high = self.within(place)
+        return high - low
+
     def of(self, value: Tensor, start: int, low: int, high: int) -> Tensor:
         """Elements [low, high) of the parameter from a value that begins at `start`."""
         is_whole = high - low == value.numel()
@@ -626,21 +610,17 @@ class Routes:
     """
 
     def __init__(
-        self,
-        adapter: ParallelAdapter,
-        layers: Sequence[Layer],
-        owners: Sequence[tuple[int, ...]],
+        self, adapter: ParallelAdapter, layers: Sequence[Layer], owners: Sequence[tuple[int, ...]]
     ) -> None:
         self._ranks, self._num_places = adapter.ranks, adapter.num_places
         dtype = torch.float32
         for each in adapter.params:
             dtype = torch.promote_types(dtype, each.parameter.dtype)
         self.like = torch.zeros(0, dtype=dtype, device=adapter.device)
-        held = {each.name: each for each in adapter.params}
+        self._held = {each.name: each for each in adapter.params}
         self._pieces: list[list[LayerPiece]] = []  # of one layer each, or of a block of it
-        self._params = {layer.name: [held[name] for name in layer.parameters] for layer in layers}
         for layer, own in zip(layers, owners, strict=True):
-            params = self._params[layer.name]
+            params = [self._held[name] for name in layer.parameters]
             if not layer.block_rows:
                 self._pieces.append([LayerPiece(p.name, p, own, 0, p.numel) for p in params])
             shared = SharedBlocks(self._ranks, len(layer.blocks))
@@ -659,13 +639,9 @@ class Routes:
 
         Layers of which this rank has no gradient at all are left out: no rank has one.
         """
-        mine, dtype = self._owned_by(self._ranks.rank), self.like.dtype
-        some = [
-            each
-            for own in mine
-            if any(p.param.parameter.grad is not None for p in own)
-            for each in own
-        ]
+        mine = self._owned_by(self._ranks.rank)
+        has_some = [any(p.param.parameter.grad is not None for p in own) for own in mine]
+        some = [each for own in itertools.compress(mine, has_some) for each in own]
         if self._num_places == 1:
             wholes = {
                 each.key: each.of(each.param.gradient(each.param.shape), 0, each.start, each.stop)
@@ -673,17 +649,11 @@ class Routes:
             }
         else:
             wholes = self._gathered([each for own in mine for each in own])
-        found = {each.key: wholes[each.key] for each in some}
-        return {
-            name: each
-            if each.dtype == dtype and each.device == self.like.device
-            else each.to(self.like)
-            for name, each in found.items()
-        }
+        return {each.key: wholes[each.key].to(self.like) for each in some}
 
     def has_gradient(self, layer: Layer) -> bool:
         """Whether a layer has a gradient; the same on every rank, whatever it owns."""
-        return any(each.parameter.grad is not None for each in self._params[layer.name])
+        return any(self._held[name].parameter.grad is not None for name in layer.parameters)
 
     def _gathered(self, mine: Sequence[LayerPiece]) -> dict[str, Tensor]:
         """The gradients of some pieces, of the parts at every place of this copy."""
@@ -697,11 +667,10 @@ class Routes:
                 each.of(each.param.gradient(), each.param.start, *each.within(ranks.rank % size))
                 for each in theirs
             ]
-            expected[first + place] = [_length(each, place) for each in mine]
+            expected[first + place] = [each.length(place) for each in mine]
         received = swap(ranks, sent, expected, self.like)[first : first + size]
-        pairs = zip(mine, zip(*received, strict=True), strict=True)
         found = {}
-        for each, parts in pairs:
+        for each, parts in zip(mine, zip(*received, strict=True), strict=True):
             value = torch.cat([part.to(self.like) for part in parts])
             is_whole = len(value) == each.param.numel
             found[each.key] = value.view(each.param.shape) if is_whole else value
@@ -717,15 +686,14 @@ class Routes:
         ranks, size = self._ranks, self._num_places
         me, place = ranks.rank, ranks.rank % size
         if all(len(own[0].owners) == ranks.size for own in self._pieces):
-            mine = self._sent(me, me)
-            _write((each, self._part(steps, each, place)) for each in mine)
+            _write((each, self._part(steps, each, place)) for each in self._sent(me, me))
             return
         sent = [
             [self._part(steps, each, rank % size).reshape(-1) for each in self._sent(me, rank)]
             for rank in range(ranks.size)
         ]
         expected = [self._sent(rank, me) for rank in range(ranks.size)]
-        sizes = [[_length(each, place) for each in of_rank] for of_rank in expected]
+        sizes = [[each.length(place) for each in of_rank] for of_rank in expected]
         received = swap(ranks, sent, sizes, self.like)
         _write(
             pair
@@ -755,8 +723,3 @@ def _write(pairs: Iterable[tuple[LayerPiece, Tensor]]) -> None:
         (param, values[0] if len(values) == 1 else torch.cat([v.reshape(-1) for v in values]))
         for param, values in found.values()
     )
-
-
-def _length(each: LayerPiece, place: int) -> int:
-    low, high = each.within(place)
-    return high - low

@@ -251,16 +251,13 @@ def _multiply_into(
 def _strip(zeros: Zeros, low: int, high: int) -> tuple[tuple[slice, slice], ...]:
     """Of rows or columns [low, high) of a product: which these are, and what of both sides."""
     every, own, before, behind = slice(None), slice(low, high), slice(high), slice(low, None)
-    match zeros:
-        case "lower left":
-            return (own, every), (own, before), (before, every)
-        case "upper left":
-            return (own, every), (own, behind), (behind, every)
-        case "lower right":
-            return (every, own), (every, behind), (behind, own)
-        case "symmetric":
-            return (own, before), (own, every), (every, before)
-    return (own, every), (own, every), (every, every)
+    known = {
+        "lower left": ((own, every), (own, before), (before, every)),
+        "upper left": ((own, every), (own, behind), (behind, every)),
+        "lower right": ((every, own), (every, behind), (behind, own)),
+        "symmetric": ((own, before), (own, every), (every, before)),
+    }
+    return known.get(zeros, ((own, every), (own, every), (every, every)))
 
 
 def _split(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,7 +298,7 @@ def joint_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def inverses_of_positive(
-    matrices: list[Tensor], dampings: list[float], size: int, paddings: Sequence[int] = ()
+    matrices: Sequence[Tensor], dampings: Sequence[float], size: int, paddings: Sequence[int] = ()
 ) -> tuple[list[Tensor], Tensor]:
     """(matrix + damping I)⁻¹ of each, and whether there is one, without waiting for the answer.
 
@@ -309,7 +306,6 @@ def inverses_of_positive(
         matrices: Symmetric [n, n].
         dampings: Of each matrix.
         size: What to pad all of them to, n or more.
-
         paddings: Rows and columns of the identity that each inverse ends with; none by default.
 
     Returns:
@@ -318,7 +314,7 @@ def inverses_of_positive(
     whole = matrices[0].new_zeros(len(matrices), size, size)
     lengths = [len(each) for each in matrices]
     places = [place[:n, :n] for place, n in zip(whole, lengths, strict=True)]
-    torch._foreach_copy_(places, matrices)
+    torch._foreach_copy_(places, list(matrices))
     rows = torch.arange(size, device=whole.device)
     added = whole.new_tensor(dampings)[:, None]
     is_padding = rows >= torch.tensor(lengths, device=whole.device)[:, None]

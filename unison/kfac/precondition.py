@@ -82,10 +82,8 @@ class LayerState:
     ) -> None:
         self.layer, self._decay, self._graft = layer, config.decay, graft
         self.shared = shared
-        self.keys_of_blocks = [layer.parameters]
-        if shared is not None:
-            names = self.layer.parameters
-            self.keys_of_blocks = [tuple(f"{x}#{b}" for x in names) for b in shared.numbers]
+        numbers = [""] if shared is None else [f"#{number}" for number in shared.numbers]
+        self.keys_of_blocks = [tuple(x + number for x in layer.parameters) for number in numbers]
         self._num_columns = 0  # of blocks, which this rank may have none of
         self._config, self._like = config, like
         self._max_rank = config.max_rank if config.has_rank else None
@@ -304,21 +302,19 @@ class Graft:
     a layer without curvature takes exactly Adam's step, and one with curvature averages as Adam
     does. Momentum in the optimizer behind would average twice: set `betas=(0, ...)` for that. SGD's
     step is the gradient.
+
+    Attributes:
+        kind: `"adam"`, whose averaged gradients are preconditioned, `"sgd"` or `"none"`.
     """
 
     def __init__(self, config: KFACConfig) -> None:
-        self._kind, self._eps = config.graft, config.eps
+        self.kind, self._eps = config.graft, config.eps
         self._beta1, self._beta2 = config.betas
         self._counts: dict[str, int] = {}
         self._m: Values = {}
         self._v: Values = {}
         self._places: Values = {}  # where means lie, of those that a product reads
         self._last: list[str] = []  # the parameters of the last step
-
-    @property
-    def has_means(self) -> bool:
-        """Whether averaged gradients are what is preconditioned."""
-        return self._kind == "adam"
 
     def place(self, places: Values) -> None:
         """Let the means of some parameters lie in given places, with what they are already.
@@ -350,9 +346,9 @@ class Graft:
                 the steps themselves are left out.
         """
         self._last = list(gradients)
-        if self._kind != "adam":
+        if self.kind != "adam":
             values = dict(gradients)
-            return (values if self._kind == "sgd" else None), values, None
+            return (values if self.kind == "sgd" else None), values, None
         by_count: dict[int, list[str]] = defaultdict(list)  # one, unless some had no gradient
         for name, gradient in gradients.items():
             if name not in self._m:
@@ -397,7 +393,7 @@ class Graft:
 
     def uncount(self) -> None:
         """Count the last step as none: its gradients were not finite."""
-        for name in self._last if self._kind == "adam" else ():
+        for name in self._last if self.kind == "adam" else ():
             self._counts[name] -= 1
             if self._counts[name] == 0:
                 del self._counts[name], self._m[name], self._v[name]
@@ -452,7 +448,7 @@ class Graft:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` gave."""
-        if tensors and self._kind != "adam":
+        if tensors and self.kind != "adam":
             raise BadInput(
                 f"the state is of a run with another `graft`: it holds {sorted(tensors)[0]!r}"
             )
@@ -579,7 +575,7 @@ class Preconditioner:
             key, first = _key_of(layers, inverse), layers[0]
             own = [gradients[name] for layer in layers for name in layer.parameters]
             is_in_rows = all(len(each) == first.rows for each in own if each.ndim)
-            if not (self._graft.has_means and is_gpu(own[0]) and is_in_rows):
+            if not (self._graft.kind == "adam" and is_gpu(own[0]) and is_in_rows):
                 continue
             if first.is_transposed or any(each.ndim == 0 for each in own):
                 continue

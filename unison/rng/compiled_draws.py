@@ -39,7 +39,7 @@ def compile_drawing(
     nodes = _drawing_nodes(graph)
     if running is None or not nodes:
         return inner(graph, inputs)
-    graph, counts = _rewritten(graph, nodes, len(running[1].ids))
+    graph, counts = _rewritten(graph, nodes, len(running.ids))
     fake = TracingContext.get().fake_mode
     assert fake is not None
     examples = [fake.from_tensor(each, static_shapes=True) for each in _streams()]
@@ -55,17 +55,13 @@ def compile_drawing(
 
 def _streams() -> list[Tensor]:
     """Return the streams and sample ids of a graph's draws, as far as its granule has come."""
-    running = draws_of_granule()
-    if running is None:
+    draws = draws_of_granule()
+    if draws is None:
         raise UnsupportedOperation(
             "compiled code that draws numbers of samples was called where there are none"
         )
-    draws, rows = running
-    return [
-        torch.tensor(draws.words(rows.count)),
-        torch.tensor(draws.words(rows.shared_count, is_shared=True)),
-        rows.ids,
-    ]
+    words = [draws.words(draws.counts[kind], is_shared=kind) for kind in (False, True)]
+    return [*map(torch.tensor, words), draws.ids]
 
 
 def _drawing_nodes(graph: GraphModule) -> list[Node]:

@@ -26,7 +26,6 @@ from torch import Tensor
 from unison.errors import UnsupportedOperation
 from unison.rng.draws import (
     BatchDraws,
-    GranuleDraws,
     SeedOperations,
     are_equal_states,
     attend,
@@ -66,12 +65,11 @@ def current_draws() -> BatchDraws | None:
     return None if _place is None else _place.draws
 
 
-def draws_of_granule() -> tuple[BatchDraws, GranuleDraws] | None:
+def draws_of_granule() -> BatchDraws | None:
     """Return the draws of the running granule; None if there is none, or they are torch's."""
-    place = _place
-    if place is None or place.granule is None:
+    if _place is None or _place.granule is None:
         return None
-    return place.draws, place.draws.granules[place.granule]
+    return _place.draws.granules[_place.granule]
 
 
 def unwatched() -> AbstractContextManager[None]:
@@ -89,14 +87,12 @@ def count_draws(num_rows: int, num_shared: int) -> None:
         num_rows: Of rows of samples.
         num_shared: Of values that all samples share.
     """
-    place = _place
-    assert place is not None
-    assert place.granule is not None
-    rows = place.draws.granules[place.granule]
-    before = rows.count, rows.shared_count
-    rows.count += num_rows
-    rows.shared_count += num_shared
-    _note_checkpoint(place, before)
+    draws = draws_of_granule()
+    assert _place is not None
+    assert draws is not None
+    (before,) = draws.state()
+    draws.counts = [before[0] + num_rows, before[1] + num_shared]
+    _note_checkpoint(_place, before)
 
 
 @contextmanager
@@ -222,10 +218,10 @@ def draw(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                 return type(each).__torch_function__(func, (type(each),), args, kwargs)
     if place.granule is None:
         return _draw_at_root(place.draws, func, args, kwargs)
-    rows = place.draws.granules[place.granule]
-    before = rows.count, rows.shared_count
-    result = _draw_in_granule(place.draws, rows, func, args, kwargs)
-    if (rows.count, rows.shared_count) != before:
+    draws = place.draws.granules[place.granule]
+    (before,) = draws.state()
+    result = _draw_in_granule(draws, func, args, kwargs)
+    if draws.state() != [before]:
         _note_checkpoint(place, before)
     return result
 
@@ -233,21 +229,19 @@ def draw(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 _MODE = FunctionMode(draw)
 
 
-def _draw_in_granule(
-    draws: BatchDraws, rows: GranuleDraws, func: Callable, args: tuple, kwargs: dict[str, Any]
-) -> Any:
+def _draw_in_granule(draws: BatchDraws, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func in DROPOUTS:
         x, p, _, is_in_place = dropout_arguments(*args, **kwargs)
-        result = drop(x, p, draws=draws, rows=rows)
+        result = drop(x, p, draws=draws)
         return x.copy_(result) if is_in_place else result
     if func is F.scaled_dot_product_attention:
-        return attend(*args, **kwargs, draws=draws, rows=rows)
+        return attend(*args, **kwargs, draws=draws)
     if isinstance(func, FunctionType) and func.__closure__ is None:
         with _MODE:  # it is written in Python, of functions that are seen here
             return _opened(func)(*args, **kwargs)
     # What torch does inside is seen one level lower, where each draw is an operation of its own.
     is_time_first = func in _RECURRENT and args[0].dim() == 3
-    with SeedOperations(draws, rows, 1 if is_time_first else None):
+    with SeedOperations(draws, 1 if is_time_first else None):
         return func(*args, **kwargs)
 
 
@@ -274,18 +268,18 @@ def draws_now(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
 def _draw_at_root(draws: BatchDraws, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Draw where one line of code stands for all granules: a value each, or one for all."""
     first, *others = draws.granules
-    count, shared_count = first.count, first.shared_count
+    count, shared_count = first.counts
     with of_granule(0):
         result = draw(func, args, kwargs)
-    if first.count == count:
-        if any(rows.shared_count != shared_count for rows in others):
+    if first.counts[0] == count:
+        if any(rows.counts[1] != shared_count for rows in others):
             raise UnsupportedOperation(
                 f"{func.__name__}: granules have drawn different numbers of values that all "
                 "samples share (torch.rand([]) and the like), so that this one would not be the "
                 "same on every rank; draw them outside of branches that depend on data"
             )
         for rows in others:
-            rows.shared_count = first.shared_count
+            rows.counts[1] = first.counts[1]
         return result
     if any(result is each for each in args):
         raise UnsupportedOperation(

@@ -15,7 +15,6 @@ samples, and is the same for all of them.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -34,36 +33,8 @@ Join = Callable[[list[Any]], Any]
 """Makes one value of one per granule."""
 
 
-@dataclass(eq=False)
-class GranuleDraws:
-    """Samples that are computed together, and how many draws they have made."""
-
-    ids: Tensor  # int64 [rows], CPU
-    count: int = 0
-    shared_count: int = 0  # of draws that are the same for all samples
-
-    @cached_property
-    def runs(self) -> list[tuple[int, int]]:
-        """Rows whose samples follow one another: (how many, id of the first)."""
-        found: list[tuple[int, int]] = []
-        for sample in self.ids.tolist():
-            if found and sample == sum(found[-1]):
-                found[-1] = found[-1][0] + 1, found[-1][1]
-            else:
-                found.append((1, sample))
-        return found
-
-    def next_number(self, *, is_shared: bool) -> int:
-        """Count a draw; returns its number."""
-        if is_shared:
-            self.shared_count += 1
-            return self.shared_count - 1
-        self.count += 1
-        return self.count - 1
-
-
 class BatchDraws:
-    """The draws of the passes over one batch.
+    """The draws of the passes over one batch, or over one of its granules.
 
     Args:
         key: Root key.
@@ -71,6 +42,10 @@ class BatchDraws:
         sample_ids: Global index of the sample in each row.
         num_granules: In how many granules the rows are computed.
         join: Where operations map over granules: how their results become one.
+
+    Attributes:
+        counts: How many draws were made, of rows and of values that all samples share; where there
+            are several granules, each counts its own.
     """
 
     def __init__(
@@ -86,9 +61,15 @@ class BatchDraws:
         if len(ids) and int(ids.min()) < 0:
             raise BadInput(f"expected sample ids of 0 or more, found {int(ids.min())}")
         self.key, self.step, self.ids, self.join = key, step, ids, join
-        self.granules = [GranuleDraws(each) for each in ids.view(num_granules, -1)]
+        parts = ids.view(num_granules, -1) if num_granules != 1 else ()
+        self._parts = [BatchDraws(key, step, each) for each in parts]
+        self.counts = [0, 0]
         self._cuts: dict[int, BatchDraws] = {}
-        self._words = [Stream(key, name, step, "draw").words for name in ("rows", "shared")]
+
+    @property
+    def granules(self) -> list["BatchDraws"]:
+        """The draws of its granules: its own, where there is one."""
+        return self._parts or [self]
 
     def cut(self, num_granules: int, join: Join | None) -> "BatchDraws":
         """Return the draws of the same rows in granules; the same object each time."""
@@ -98,12 +79,32 @@ class BatchDraws:
 
     def state(self) -> list[tuple[int, int]]:
         """Return how many draws each granule has made."""
-        return [(rows.count, rows.shared_count) for rows in self.granules]
+        return [(rows.counts[0], rows.counts[1]) for rows in self.granules]
 
     def set_state(self, state: list[tuple[int, int]]) -> None:
         """Go on from an earlier `state`."""
-        for rows, (count, shared_count) in zip(self.granules, state, strict=True):
-            rows.count, rows.shared_count = count, shared_count
+        for rows, counts in zip(self.granules, state, strict=True):
+            rows.counts = list(counts)
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """Rows whose samples follow one another: (how many, id of the first)."""
+        found: list[tuple[int, int]] = []
+        for sample in self.ids.tolist():
+            if found and sample == sum(found[-1]):
+                found[-1] = found[-1][0] + 1, found[-1][1]
+            else:
+                found.append((1, sample))
+        return found
+
+    def next_number(self, *, is_shared: bool) -> int:
+        """Count a draw; returns its number."""
+        self.counts[is_shared] += 1
+        return self.counts[is_shared] - 1
+
+    @cached_property
+    def _words(self) -> list[tuple[int, ...]]:
+        return [Stream(self.key, name, self.step, "draw").words for name in ("rows", "shared")]
 
     def words(self, number: int, *, is_shared: bool = False) -> tuple[int, ...]:
         """Return the stream of a draw: that of the step, at a counter of its own."""
@@ -146,14 +147,13 @@ class SeedOperations(TorchDispatchMode):
     """Sees the operations that a torch function is made of, and seeds those that draw.
 
     Args:
-        draws: The draws of the batch.
-        rows: The granule's samples.
+        draws: The draws of the granule.
         dim: The dimension of samples, where it is known.
     """
 
-    def __init__(self, draws: BatchDraws, rows: GranuleDraws, dim: int | None = None) -> None:
+    def __init__(self, draws: BatchDraws, dim: int | None = None) -> None:
         super().__init__()
-        self._draws, self._rows, self._dim = draws, rows, dim
+        self._draws, self._dim = draws, dim
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
@@ -163,19 +163,11 @@ class SeedOperations(TorchDispatchMode):
             return func(*args, **kwargs)
         if "generator" in kwargs:  # the default one is seeded
             kwargs = {**kwargs, "generator": None}
-        return call_per_sample(
-            func, args, kwargs, draws=self._draws, rows=self._rows, dim=self._dim
-        )
+        return call_per_sample(func, args, kwargs, self._draws, self._dim)
 
 
 def call_per_sample(
-    func: Any,
-    args: tuple,
-    kwargs: dict[str, Any],
-    *,
-    draws: BatchDraws,
-    rows: GranuleDraws,
-    dim: int | None = None,
+    func: Any, args: tuple, kwargs: dict[str, Any], draws: BatchDraws, dim: int | None = None
 ) -> Any:
     """Call a function that draws from torch's generator, once for each sample.
 
@@ -183,20 +175,19 @@ def call_per_sample(
         func: A function of torch's, or an operation of its dispatcher.
         args: Its arguments.
         kwargs: Its arguments by name.
-        draws: The draws of the batch.
-        rows: The granule's samples; the draw is counted there.
+        draws: The draws of the granule; this one is counted there.
         dim: The dimension of samples, where it is known.
     """
     shape, device = _shape_drawn(args, kwargs), _device_drawn(args, kwargs)
-    if dim is None or len(shape) <= dim or shape[dim] != len(rows.ids):
-        dim = samples_dim(shape, len(rows.ids))
-    number = rows.next_number(is_shared=dim is None)
+    if dim is None or len(shape) <= dim or shape[dim] != len(draws.ids):
+        dim = samples_dim(shape, len(draws.ids))
+    number = draws.next_number(is_shared=dim is None)
     if dim is None:
         with seeded(draws.seed(number, None, is_shared=True), device):
             return func(*args, **kwargs)
-    size = shape[dim] // len(rows.ids)
+    size = shape[dim] // len(draws.ids)
     pieces = []
-    for index, sample in enumerate(rows.ids.tolist()):
+    for index, sample in enumerate(draws.ids.tolist()):
         part = slice(index * size, (index + 1) * size)
         own_args, own_kwargs = _piece((args, kwargs), dim, shape[dim], part)
         with seeded(draws.seed(number, sample), device):
@@ -318,15 +309,15 @@ def dropout_arguments(
     return input, p, training if train is None else train, inplace
 
 
-def drop(x: Tensor, p: float, *, draws: BatchDraws, rows: GranuleDraws) -> Tensor:
-    """Return x after dropout with the numbers of the samples; the draw is counted in `rows`."""
+def drop(x: Tensor, p: float, *, draws: BatchDraws) -> Tensor:
+    """Return x after dropout with the numbers of a granule's samples; the draw is counted there."""
     if not 0.0 <= p <= 1.0:
         check.probability(p=p)
-    dim = samples_dim(x.shape, len(rows.ids))
-    number = rows.next_number(is_shared=dim is None)
+    dim = samples_dim(x.shape, len(draws.ids))
+    number = draws.next_number(is_shared=dim is None)
     words = torch.tensor(draws.words(number, is_shared=dim is None))
     moved = x.movedim(dim, 0) if dim else x  # moved here, the result has the strides of a view
-    dropped = drop_rows(moved, words, rows.ids, 0, SHARED if dim is None else 0, p)
+    dropped = drop_rows(moved, words, draws.ids, 0, SHARED if dim is None else 0, p)
     return dropped.movedim(0, dim) if dim else dropped
 
 
@@ -394,13 +385,7 @@ _ATTENTION: dict[str, Any] = {  # after query, key and value
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *args: Any,
-    draws: BatchDraws,
-    rows: GranuleDraws,
-    **given: Any,
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, draws: BatchDraws, **given: Any
 ) -> Tensor:
     """Return `F.scaled_dot_product_attention` with dropout.
 
@@ -410,8 +395,8 @@ def attend(
     options = {**_ATTENTION, **dict(zip(_ATTENTION, args, strict=False)), **given}
     mask = options["attn_mask"]
     if query.is_cuda and not (mask is not None and mask.requires_grad):
-        return _attend_fused((query, key, value), options, draws, rows)
-    return attend_whole(partial(drop, draws=draws, rows=rows), query, key, value, **options)
+        return _attend_fused((query, key, value), options, draws)
+    return attend_whole(partial(drop, draws=draws), query, key, value, **options)
 
 
 def attend_whole(
@@ -442,28 +427,25 @@ def attend_whole(
 
 
 def _attend_fused(
-    given: tuple[Tensor, Tensor, Tensor],
-    options: dict[str, Any],
-    draws: BatchDraws,
-    rows: GranuleDraws,
+    given: tuple[Tensor, Tensor, Tensor], options: dict[str, Any], draws: BatchDraws
 ) -> Tensor:
     """Attention in torch's fused kernels, for all samples at once where they can be told apart."""
     query, key, value = given
-    stride = _stride_of_samples(given, options) if len(query) == len(rows.ids) else None
+    stride = _stride_of_samples(given, options) if len(query) == len(draws.ids) else None
     if stride is None:
         attention = F.scaled_dot_product_attention
-        return call_per_sample(attention, given, options, draws=draws, rows=rows)
-    seed = draws.seed(rows.next_number(is_shared=False), None)
-    if len(rows.runs) == 1:
-        with seeded(seed, query.device, rows.runs[0][1] * stride):
+        return call_per_sample(attention, given, options, draws)
+    seed = draws.seed(draws.next_number(is_shared=False), None)
+    if len(draws.runs) == 1:
+        with seeded(seed, query.device, draws.runs[0][1] * stride):
             return F.scaled_dot_product_attention(query, key, value, **options)
-    sizes, mask = [size for size, _ in rows.runs], options["attn_mask"]
+    sizes, mask = [size for size, _ in draws.runs], options["attn_mask"]
     masks: Sequence[Tensor | None] = [mask] * len(sizes)
     if isinstance(mask, Tensor) and mask.dim() == query.dim() and len(mask) == len(query) > 1:
         masks = mask.split(sizes)
     parts = zip(*(each.split(sizes) for each in given), strict=True)
     pieces = []
-    for each, own, (_, first) in zip(parts, masks, rows.runs, strict=True):
+    for each, own, (_, first) in zip(parts, masks, draws.runs, strict=True):
         with seeded(seed, query.device, first * stride):
             pieces.append(F.scaled_dot_product_attention(*each, **{**options, "attn_mask": own}))
     return torch.cat(pieces)

@@ -97,15 +97,17 @@ class Shuffle:
 
 Init = Constant | Uniform | Normal | TruncatedNormal | Bernoulli | Integers | Shuffle
 
+# What draws each, by the names of its numbers; the latter make tensors of their own dtype.
+_ROUNDED = {
+    Uniform: streams.uniform,
+    Normal: streams.normal,
+    TruncatedNormal: streams.truncated_normal,
+}
+_EXACT = {Bernoulli: streams.bernoulli, Integers: streams.integers}
+
 
 def fill_(
-    tensor: Tensor,
-    init: Init,
-    key: Key,
-    name: str,
-    box: Box | None = None,
-    *,
-    number: int = 0,
+    tensor: Tensor, init: Init, key: Key, name: str, box: Box | None = None, *, number: int = 0
 ) -> Tensor:
     """Fill `tensor` with the initial values of parameter `name`, in place.
 
@@ -124,29 +126,18 @@ def fill_(
     """
     box = Box.whole(tensor.shape) if box is None else box
     stream = Stream(key, name, step=number, purpose="init")
+    kind = type(init)
     with torch.no_grad():
-        match init:
-            case Constant():
-                tensor.fill_(init.value)
-            case Uniform():
-                streams.uniform(stream, box, init.low, init.high, out=tensor)
-            case Normal():
-                streams.normal(stream, box, init.mean, init.std, out=tensor)
-            case TruncatedNormal():
-                streams.truncated_normal(
-                    stream, box, init.mean, init.std, init.low, init.high, out=tensor
-                )
-            case Bernoulli():
-                drawn = streams.bernoulli(stream, box, init.probability, device=tensor.device)
-                tensor.copy_(drawn.view(tensor.shape))
-            case Integers():
-                drawn = streams.integers(stream, box, init.low, init.high, device=tensor.device)
-                tensor.copy_(drawn.view(tensor.shape))
-            case Shuffle():
-                starts, run = box.rows()
-                indices = (starts[:, None] + torch.arange(run)).view(-1)
-                drawn = Permutation(stream, init.size)(indices) if init.size else indices
-                tensor.copy_(drawn.view(tensor.shape))
-            case _:
-                raise BadInput(f"{name}: expected an Init, found {init!r}")
-    return tensor
+        if isinstance(init, Constant):
+            return tensor.fill_(init.value)
+        if kind in _ROUNDED:
+            return _ROUNDED[kind](stream, box, **vars(init), out=tensor)
+        if isinstance(init, Shuffle):
+            starts, run = box.rows()
+            indices = (starts[:, None] + torch.arange(run)).view(-1)
+            drawn = Permutation(stream, init.size)(indices) if init.size else indices
+        elif kind in _EXACT:
+            drawn = _EXACT[kind](stream, box, **vars(init), device=tensor.device)
+        else:
+            raise BadInput(f"{name}: expected an Init, found {init!r}")
+        return tensor.copy_(drawn.view(tensor.shape))

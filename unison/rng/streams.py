@@ -40,7 +40,6 @@ from unison.kernels.random import (
     ROUND_MAGIC,
     Cipher,
     Distribution,
-    Network,
     Recipe,
     fill_rows,
     normal_of_rank,
@@ -440,9 +439,7 @@ def uniform(
     """
     if not (math.isfinite(low) and math.isfinite(high) and low <= high):
         raise BadInput(f"expected low <= high, both finite, found {low=} {high=}")
-    dtype = out.dtype if out is not None else dtype
-    if not dtype.is_floating_point:
-        raise BadInput(f"uniform draws fill floating-point tensors, found {dtype}")
+    dtype = _floating("uniform", dtype, out)
     if low == high:
         least = greatest = _value_in(dtype, low)
     else:
@@ -504,9 +501,7 @@ def truncated_normal(
             f"[{low}, {high}] holds less than {MIN_RANKS / 2**32:.0e} of a normal distribution "
             f"with {mean=} {std=}: too little to draw from in 32 bits"
         )
-    dtype = out.dtype if out is not None else dtype
-    if not dtype.is_floating_point:
-        raise BadInput(f"truncated_normal draws fill floating-point tensors, found {dtype}")
+    dtype = _floating("truncated_normal", dtype, out)
     least = _round_up(dtype, low) if math.isfinite(low) else low
     greatest = -_round_up(dtype, -high) if math.isfinite(high) else high
     floats, ints = (mean + 0.0, std, least, greatest), (first, num_ranks)
@@ -586,6 +581,13 @@ def fill(
         with torch.no_grad():
             out.copy_(target)
     return out
+
+
+def _floating(kind: str, dtype: torch.dtype, out: Tensor | None) -> torch.dtype:
+    dtype = out.dtype if out is not None else dtype
+    if not dtype.is_floating_point:
+        raise BadInput(f"{kind} draws fill floating-point tensors, found {dtype}")
+    return dtype
 
 
 def _finite(**values: float) -> None:
@@ -810,25 +812,26 @@ class Permutation:
         self.n = n
         half = math.isqrt(n - 1) + 1  # the square root, rounded up
         num_left = half + half % 2
-        self.network = Network(stream.words, n, num_left, -(-n // num_left))
+        self.sides = [num_left, -(-n // num_left)]
+        self._words = torch.tensor(stream.words)
 
     def __len__(self) -> int:
         return self.n
 
     def __call__(self, indices: Tensor) -> Tensor:
         """Return the images of `indices` (int64, any shape and device)."""
-        return permute(self._checked(indices), self.network, is_inverse=False)
+        return self._permute(indices, is_inverse=False)
 
     def inverse(self, images: Tensor) -> Tensor:
         """Return the indices whose images these are."""
-        return permute(self._checked(images), self.network, is_inverse=True)
+        return self._permute(images, is_inverse=True)
 
-    def _checked(self, indices: Tensor) -> Tensor:
+    def _permute(self, indices: Tensor, is_inverse: bool) -> Tensor:
         if indices.dtype != torch.int64:
             raise BadInput(f"expected int64 indices, found {indices.dtype}")
         if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < self.n):
             raise BadInput(f"expected indices in [0, {self.n})")
-        return indices
+        return permute(indices, self._words, self.n, self.sides, is_inverse)
 
     def __repr__(self) -> str:
         return f"Permutation(n={self.n})"
