@@ -1,6 +1,5 @@
 """`unison account`: what a run has spent, and what a plan would spend, as tables and a picture."""
 
-import inspect
 import json
 import math
 import warnings
@@ -10,14 +9,14 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from unison.cli.train import KEYWORD, REQUIRED, option, plain_values, signature, was_given
+from unison.cli.options import documented, plain_values, spelling, was_given
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import (
     LEDGER_FILE,
@@ -49,60 +48,43 @@ _RANGES = {
 _NUM_POINTS = 8  # of a curve; an ε by PLD takes about a second
 _BAR_WIDTH = 32
 
-HELP: dict[str, dict[str, str]] = {
-    "A run": {
-        "ledger": "The same as naming one RUN.",
-        "same_data": "Add up runs that say they were trained on different data.",
-    },
-    "A plan: two of --epsilon, --noise-multiplier and --steps give the third": {
-        "epsilon": "ε that may be spent.",
-        "noise_multiplier": "σ: the noise's standard deviation over the clip norm.",
-        "steps": "Number of optimizer steps.",
-        "accountant": "Which one must meet --epsilon.",
-    },
-    "How a plan draws its records": {
-        "sample_rate": "Probability of each record at each step.",
-        "batch_size": "With --num-records, instead of --sample-rate: their quotient.",
-        "num_records": "Size of the data set, if it is public.",
-        "sampling": "truncated: Poisson, at most --capacity records. shuffled: fixed batches in "
-        "shuffled order, each epoch counted without amplification.",
-        "capacity": "Most records in a batch of truncated sampling.",
-    },
-    "Output": {
-        "plot": "Draw ε over the steps.",
-        "as_json": "Print one machine-readable object instead.",
-    },
+PANELS = {
+    "A run": "ledger same_data",
+    "A plan: two of --epsilon, --noise-multiplier and --steps give the third": """
+        epsilon noise_multiplier steps accountant
+    """,
+    "How a plan draws its records": "sample_rate batch_size num_records sampling capacity",
+    "Output": "plot as_json",
 }
-OF_PLANS = [name for panel in list(HELP)[1:3] for name in HELP[panel]]
-CHOICES = {"accountant": ACCOUNTANTS, "sampling": KINDS}  # the first one by default
-TYPES: dict[str, Any] = {"epsilon": float, "noise_multiplier": float, "sample_rate": float}
-TYPES |= {"same_data": bool, "as_json": bool, "ledger": Path, "plot": Path}  # others are numbers
-METAVARS = {"ledger": "FILE", "plot": "FILE.png"}
-RUNS = typer.Argument(
-    metavar="[RUN]...",
-    help="Ledgers, or folders of runs. What several have spent on one data set is added up: name "
-    "every one that was trained on it, tuning included.",
+OF_PLANS = [name for panel in list(PANELS)[1:3] for name in PANELS[panel].split()]
+
+
+@documented(
+    panels=PANELS,
+    choices={"accountant": ACCOUNTANTS, "sampling": KINDS},
+    runs={"metavar": "[RUN]..."},
+    ledger={"metavar": "FILE"},
+    plot={"metavar": "FILE.png"},
 )
-
-
-def _parameters() -> Iterator[inspect.Parameter]:
-    yield option("delta", float, REQUIRED, "--delta", help="δ, below 1 / number of records.")
-    runs = Annotated[list[Path] | None, RUNS]
-    yield inspect.Parameter("runs", KEYWORD, default=None, annotation=runs)
-    for panel, helps in HELP.items():
-        for name, text in helps.items():
-            kind, choices = TYPES.get(name, int), CHOICES.get(name, ())
-            default = False if kind is bool else next(iter(choices), None)
-            details = {"help": text, "rich_help_panel": panel, "metavar": METAVARS.get(name)}
-            kind = kind if kind is bool else kind | None
-            yield option(name, kind, default, _spelling(name), choices=choices, **details)
-
-
-def _spelling(name: str) -> str:
-    return "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
-
-
-def account(context: typer.Context, **options: Any) -> None:
+def account(
+    context: typer.Context,
+    runs: list[Path] | None = None,
+    *,
+    delta: float,
+    ledger: Path | None = None,
+    same_data: bool = False,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    steps: int | None = None,
+    accountant: str = "pld",
+    sample_rate: float | None = None,
+    batch_size: int | None = None,
+    num_records: int | None = None,
+    sampling: str = "poisson",
+    capacity: int | None = None,
+    plot: Path | None = None,
+    as_json: bool = False,
+) -> None:
     """Say what privacy a run has spent, or how much noise a plan needs.
 
     The ledger's chain of hashes is checked first; the exit code is 1 if lines were edited or
@@ -114,27 +96,42 @@ def account(context: typer.Context, **options: Any) -> None:
     unison account runs/tuning-* runs/notes --delta 1e-6
     unison account --epsilon 3 --delta 1e-6 --sample-rate 0.001 --steps 10000
     unison account --noise-multiplier 1 --delta 1e-6 --sample-rate 0.001 --steps 10000
+
+    Args:
+        runs: Ledgers, or folders of runs. What several have spent on one data set is added up: name
+            every one that was trained on it, tuning included.
+        delta: δ, below 1 / number of records.
+        ledger: The same as naming one RUN.
+        same_data: Add up runs that say they were trained on different data.
+        epsilon: ε that may be spent.
+        noise_multiplier: σ: the noise's standard deviation over the clip norm.
+        steps: Number of optimizer steps.
+        accountant: Which one must meet --epsilon.
+        sample_rate: Probability of each record at each step.
+        batch_size: With --num-records, instead of --sample-rate: their quotient.
+        num_records: Size of the data set, if it is public.
+        sampling: truncated: Poisson, at most --capacity records. shuffled: fixed batches in
+            shuffled order, each epoch counted without amplification.
+        capacity: Most records in a batch of truncated sampling.
+        plot: Draw ε over the steps.
+        as_json: Print one machine-readable object instead.
     """
-    given = SimpleNamespace(**plain_values(options))
-    plot = given.plot
     if plot is not None and plot.suffix.lower() != ".png":
         raise BadInput(f"--plot must name a .png file, found {plot}")
     with Console(stderr=True).status("asking dp-accounting"), _warnings_as_sentences():
-        named = [*(given.runs or ()), *([] if given.ledger is None else [given.ledger])]
+        named = [*(runs or ()), *([] if ledger is None else [ledger])]
         if named:
-            listed = [_spelling(name) for name in OF_PLANS if was_given(context, name)]
+            listed = ", ".join(spelling(name) for name in OF_PLANS if was_given(context, name))
             if listed:
-                others = ", ".join(listed)
-                raise BadInput(f"a ledger says by itself what was applied; leave {others} out")
+                raise BadInput(f"a ledger says by itself what was applied; leave {listed} out")
             if len(named) > 1 and plot is not None:
                 raise BadInput("--plot draws one run; leave it out, or name one")
-            has_curve = plot is not None
-            result = _account_runs(named, given.delta, has_curve, same_data=given.same_data)
+            result = _account_runs(named, delta, plot is not None, same_data=same_data)
         else:
-            result = _account_plan(given)
+            result = _account_plan(SimpleNamespace(**plain_values(context)))
     if plot is not None:
         _draw(result, plot)
-    if given.as_json:
+    if as_json:
         typer.echo(json.dumps(for_json(result), allow_nan=False))
     else:
         _show(Console(), result)
@@ -147,9 +144,6 @@ def account(context: typer.Context, **options: Any) -> None:
         typer.echo(f"unison: {path} is not as it was written: {problem}", err=True)
     if problems:
         raise typer.Exit(1)
-
-
-account.__signature__ = signature(_parameters())  # type: ignore[attr-defined]
 
 
 @contextmanager

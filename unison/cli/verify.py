@@ -3,9 +3,8 @@
 import json
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from unison.cli.account import for_json, plain_table
+from unison.cli.options import documented
 from unison.errors import BadInput
 from unison.run_files import read_config, read_result
 from unison.shard import fingerprint
@@ -39,23 +39,18 @@ verify = typer.Typer(
 
 CLAIM_COLUMNS = ("claim", "compared", "ranks", "trainings", "largest difference", "verdict")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-Html = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write the figures as one page of HTML too.")
-]
+FILE = {"metavar": "FILE"}
 
 
 @verify.callback(invoke_without_command=True)
+@documented(html=FILE)
 def _claims(
     context: typer.Context,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="1 and 2 ranks, the main claims: under two minutes.")
-    ] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="1, 2, 3, 4 and 8 ranks, and every clipping mode.")
-    ] = False,
-    as_json: Json = False,
-    html: Html = None,
+    *,
+    quick: bool = False,
+    full: bool = False,
+    as_json: bool = False,
+    html: Path | None = None,
 ) -> None:
     """Try what unison promises, on this machine: the claims of docs/verify.md.
 
@@ -69,6 +64,12 @@ def _claims(
     unison verify diff a.trace b.trace
     unison verify model mymodule:build_model --data mymodule:batch
     unison verify runs runs/a runs/b
+
+    Args:
+        quick: 1 and 2 ranks, the main claims: under two minutes.
+        full: 1, 2, 3, 4 and 8 ranks, and every clipping mode.
+        as_json: Print one JSON object instead of tables.
+        html: Write the figures as one page of HTML too.
     """
     if context.invoked_subcommand is not None:
         if quick or full or as_json or html:
@@ -185,20 +186,29 @@ def _write(file: Path, text: str) -> None:
 
 
 @verify.command()
+@documented(
+    first={"metavar": "A.trace"}, second={"metavar": "B.trace"}, tolerance={"min": 0.0}, html=FILE
+)
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="A.trace", help="The trace of a run.")],
-    second: Annotated[Path, typer.Argument(metavar="B.trace", help="That of another.")],
-    tolerance: Annotated[
-        float, typer.Option(min=0.0, help="How far quantities may be apart; 0 compares bits.")
-    ] = 0.0,
-    as_json: Json = False,
-    html: Html = None,
+    first: Path,
+    second: Path,
+    *,
+    tolerance: float = 0.0,
+    as_json: bool = False,
+    html: Path | None = None,
 ) -> None:
     """Compare two traces rung by rung, and say where the runs first part, and likely why.
 
     A trace is what `unison.verify.trace(file, model, optimizer)` writes around a training loop, and
     `unison replay --trace` of steps of a recorded run, on any machine and number of ranks. The exit
     code is 1 if the two differ.
+
+    Args:
+        first: The trace of a run.
+        second: That of another.
+        tolerance: How far quantities may be apart; 0 compares bits.
+        as_json: Print one JSON object instead of tables.
+        html: Write the figures as one page of HTML too.
     """
     found = compare(first, second, tolerance=tolerance)
     rows = _rungs(found)
@@ -259,39 +269,33 @@ def _rungs(found: Comparison) -> list[tuple[str, ...]]:
 
 
 @verify.command()
+@documented(
+    build={"metavar": "MODULE:FUNCTION"},
+    data={"metavar": "ROWS"},
+    loss={"metavar": "MODULE:FUNCTION"},
+    shard={"help": f"One of {', '.join(SHARDINGS)}."},
+    steps={"min": 1},
+    batch_size={"min": 1},
+    granule={"min": 1},
+    out={"metavar": "FOLDER"},
+    html=FILE,
+)
 def model(
-    build: Annotated[
-        str, typer.Argument(metavar="MODULE:FUNCTION", help="Returns your torch.nn.Module.")
-    ],
-    data: Annotated[
-        str,
-        typer.Option(
-            metavar="ROWS",
-            help="module:function that returns a batch as the model is called with (labels apart), "
-            "or a .safetensors or .json file of rows by name.",
-        ),
-    ],
-    loss: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="Of (output, batch), returns one loss per row; the next token's by default.",
-        ),
-    ] = None,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks to try.")] = "1,2,4",
-    private: Annotated[
-        bool, typer.Option("--private", help="Train privately too: norms, noise and all.")
-    ] = False,
-    shard: Annotated[str, typer.Option(help=f"One of {', '.join(SHARDINGS)}.")] = "zero3",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 4,
-    granule: Annotated[int, typer.Option(min=1, help="Rows that are computed together.")] = 1,
-    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep the traces in this folder.")
-    ] = None,
-    as_json: Json = False,
-    html: Html = None,
+    context: typer.Context,
+    build: str,
+    *,
+    data: str,
+    loss: str | None = None,
+    ranks: str = "1,2,4",
+    private: bool = False,
+    shard: str = "zero3",
+    steps: int = 2,
+    batch_size: int = 4,
+    granule: int = 1,
+    lr: float = 1e-3,
+    out: Path | None = None,
+    as_json: bool = False,
+    html: Path | None = None,
 ) -> None:
     """Train a model of your own on several numbers of ranks, and compare every quantity.
 
@@ -302,17 +306,25 @@ def model(
     \b
     unison verify model mymodule:build_model --data mymodule:batch
     unison verify model mymodule:build_model --data rows.safetensors --private --ranks 1,4
+
+    Args:
+        build: Returns your torch.nn.Module.
+        data: module:function that returns a batch as the model is called with (labels apart), or a
+            .safetensors or .json file of rows by name.
+        loss: Of (output, batch), returns one loss per row; the next token's by default.
+        ranks: Numbers of ranks to try.
+        private: Train privately too: norms, noise and all.
+        shard: How the model lies on ranks.
+        steps: Optimizer steps.
+        batch_size: Rows per step.
+        granule: Rows that are computed together.
+        lr: Learning rate of AdamW.
+        out: Keep the traces in this folder.
+        as_json: Print one JSON object instead of tables.
+        html: Write the figures as one page of HTML too.
     """
     sizes = _sizes(ranks)
-    subject = Subject(
-        build=build,
-        data=data,
-        loss=loss,
-        steps=steps,
-        batch_size=batch_size,
-        granule=granule,
-        lr=lr,
-    )
+    subject = Subject(**{each.name: context.params[each.name] for each in fields(Subject)})
     subject.rows()  # what cannot be read is told before ranks are started
     subject.model(drops=True)
     trainings = ("plain", "private") if private else ("plain",)
@@ -347,11 +359,8 @@ def _sizes(ranks: str) -> list[int]:
 
 
 @verify.command()
-def runs(
-    first: Annotated[Path, typer.Argument(help="The folder of a run that has ended.")],
-    second: Annotated[Path, typer.Argument(help="That of another one.")],
-    as_json: Json = False,
-) -> None:
+@documented()
+def runs(first: Path, second: Path, *, as_json: bool = False) -> None:
     """Say whether two runs agree bit for bit, and if not, where they part.
 
     The runs must be one experiment: the same model, data, seed and optimisation. They may differ in
@@ -363,6 +372,11 @@ def runs(
     unison train --reducer ordered --nproc 2 --out runs/two
     unison train --reducer ordered --out runs/one
     unison verify runs runs/two runs/one
+
+    Args:
+        first: The folder of a run that has ended.
+        second: That of another one.
+        as_json: Print one JSON object instead of tables.
     """
     found = compare_runs(first, second)
     if as_json:
