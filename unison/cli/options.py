@@ -79,7 +79,8 @@ def spelling(name: str) -> str:
 
 
 def _for_typer(parameter: Parameter, details: dict[str, Any], choices: Sequence[str]) -> Parameter:
-    kind, default = parameter.annotation, parameter.default
+    kind: Any = parameter.annotation
+    default = parameter.default
     names = details.pop("names", (spelling(parameter.name),))
     if choices:  # an enum becomes a checked choice with completion
         kind = StrEnum(parameter.name, list(choices))

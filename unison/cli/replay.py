@@ -85,8 +85,8 @@ def replay(
         sentence = _say_records(run, against, parting, figures)
     else:
         given = {each.name: context.params[each.name] for each in fields(ReplayConfig)}
-        values = {n: str(v) if isinstance(v, Path) else v for n, v in given.items()}
-        values |= {"steps": _range_of(steps), "without": _ids_of(without)}
+        given |= {"steps": _range_of(steps), "without": _ids_of(without)}
+        values: Any = {n: str(v) if isinstance(v, Path) else v for n, v in given.items()}
         config = ReplayConfig(**values)
         check_replay(config, nproc)
         if seal_key is not None:

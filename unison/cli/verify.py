@@ -3,8 +3,10 @@
 import json
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -21,7 +23,6 @@ from unison.verify import (
     SHARDINGS,
     Case,
     Claim,
-    Comparison,
     RunComparison,
     Subject,
     Verdict,
@@ -36,8 +37,6 @@ verify = typer.Typer(
     name="verify",
     help="Check what unison promises: by itself, on runs and models of your own.",
 )
-
-CLAIM_COLUMNS = ("claim", "compared", "ranks", "trainings", "largest difference", "verdict")
 
 FILE = {"metavar": "FILE"}
 
@@ -81,14 +80,20 @@ def _claims(
     if quick and full:
         raise BadInput("--quick and --full exclude each other")
     depth = "quick" if quick else "full" if full else "default"
-    verdicts, seconds = _tried(claims(depth), None, None)
-    _tell("unison verify", verdicts, seconds, as_json=as_json, html=html, what=depth)
+    _try("unison verify", claims(depth), None, None, as_json=as_json, html=html, what=depth)
 
 
-def _tried(
-    tried: list[Claim], subject: Subject | None, folder: Path | None
-) -> tuple[list[Verdict], float]:
-    """Train and compare, telling on the terminal what is going on."""
+def _try(
+    title: str,
+    tried: list[Claim],
+    subject: Subject | None,
+    folder: Path | None,
+    *,
+    as_json: bool,
+    html: Path | None,
+    what: str,
+) -> None:
+    """Train and compare, telling on the terminal what is going on, and then what came of it."""
     started, screen = time.perf_counter(), Console(stderr=True)
     temporary = tempfile.TemporaryDirectory(prefix="unison-verify-")
     with temporary, screen.status("starting") as status:
@@ -104,70 +109,38 @@ def _tried(
             subject=subject,
             on_launch=on_launch,
         )
-    return verdicts, time.perf_counter() - started
-
-
-def _tell(
-    title: str,
-    verdicts: list[Verdict],
-    seconds: float,
-    *,
-    as_json: bool,
-    html: Path | None,
-    what: str,
-) -> None:
-    """Print verdicts, write the page, and end with 1 if a claim failed."""
-    failed = sum(not each.holds for each in verdicts)
+    seconds = time.perf_counter() - started
+    failed, is_one = sum(not each.holds for each in verdicts), len(verdicts) == 1
     count = sum(each.num_runs for each in verdicts)
-    is_one, trainings = len(verdicts) == 1, f"{count} training{'s' if count > 1 else ''}"
     if failed:
         some = f"{failed} of {len(verdicts)} claims {'fails' if failed == 1 else 'fail'}"
         summary = "the claim fails" if is_one else some
     else:
         claims_hold = "the claim holds" if is_one else f"all {len(verdicts)} claims hold"
-        summary = f"{claims_hold}, on {trainings}"
+        summary = f"{claims_hold}, on {count} training{'s' if count > 1 else ''}"
     about = {"what": what, "seconds": round(seconds, 1), **fingerprint()}
     about |= {"threads": 1}  # of each rank, whatever this process has
     for name in ("granule", "compiled"):  # each training has its own
         del about[name]
-    if html is not None:
-        _write(
-            html,
-            page(
-                title,
-                summary,
-                is_good=not failed,
-                columns=CLAIM_COLUMNS,
-                rows=[_row(each) for each in verdicts],
-                faults=[fault for each in verdicts for fault in each.faults],
-                about=about,
-            ),
-        )
-    if as_json:
-        found = [asdict(each) | {"holds": each.holds} for each in verdicts]
-        figures = {"holds": not failed, "claims": found, "conditions": about}
-        typer.echo(json.dumps(for_json(figures), allow_nan=False))
-    else:
-        screen = Console()
-        titles = ("claim", "ranks", "trainings", "largest", "verdict")
-        table = plain_table(*titles, numbers=["largest"])
-        for each in verdicts:
-            claim, _, ranks, runs, largest, verdict = _row(each)
-            style = "green" if each.holds else "bold red"
-            table.add_row(escape(claim), ranks, runs, largest, f"[{style}]{verdict}[/]")
-        screen.print(table)
-        for fault in (fault for each in verdicts for fault in each.faults):
-            screen.print()
-            screen.print(fault, style="red", highlight=False, markup=False)
-        screen.print()
-        style = "bold red" if failed else "bold green"
-        screen.print(f"[{style}]{summary}[/]  [dim]{seconds:.0f} s[/]", highlight=False)
-    if failed:
-        raise typer.Exit(1)
+    found = [asdict(each) | {"holds": each.holds} for each in verdicts]
+    _tell(
+        title,
+        summary,
+        [_row(each) for each in verdicts],
+        columns=("claim", "compared", "ranks", "trainings", "largest difference", "verdict"),
+        is_good=not failed,
+        faults=[fault for each in verdicts for fault in each.faults],
+        about=about,
+        figures={"holds": not failed, "claims": found, "conditions": about},
+        on_page_only="compared",
+        note=f"{seconds:.0f} s",
+        as_json=as_json,
+        html=html,
+    )
 
 
 def _row(verdict: Verdict) -> tuple[str, ...]:
-    largest = "0" if verdict.largest == 0 else f"{verdict.largest:.1e}"
+    largest = _apart(verdict.largest)
     if verdict.tolerance:
         largest += f" (≤ {verdict.tolerance:.0e})"
     ranks = ", ".join(map(str, verdict.num_ranks))
@@ -175,11 +148,63 @@ def _row(verdict: Verdict) -> tuple[str, ...]:
     return verdict.claim, verdict.quantity, ranks, str(verdict.num_runs), largest, said
 
 
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text)
-    except OSError as error:
-        raise BadInput(f"{file} cannot be written: {error.strerror}") from None
+def _apart(distance: float) -> str:
+    return "0" if distance == 0 else f"{distance:.1e}"
+
+
+def _tell(
+    title: str,
+    summary: str,
+    rows: Sequence[Sequence[str]],
+    *,
+    columns: Sequence[str],
+    is_good: bool,
+    faults: Sequence[str] = (),
+    about: Mapping[str, Any],
+    figures: Mapping[str, Any],
+    on_page_only: str = "",
+    note: str,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """Print a table or JSON, write the page, and end with 1 if something is wrong.
+
+    Args:
+        title: Of the page; see `page` for it and for what follows.
+        figures: The same for JSON.
+        on_page_only: A column that is too wide for terminals.
+        note: What else to say on a terminal.
+    """
+    if html is not None:
+        text = page(
+            title, summary, is_good=is_good, columns=columns, rows=rows, faults=faults, about=about
+        )
+        try:
+            html.write_text(text)
+        except OSError as error:
+            raise BadInput(f"{html} cannot be written: {error.strerror}") from None
+    if as_json:
+        typer.echo(json.dumps(for_json(figures), allow_nan=False))
+    else:
+        screen = Console()
+        shown = [place for place, name in enumerate(columns) if name != on_page_only]
+        titles = [columns[place].removesuffix(" difference") for place in shown]
+        table = plain_table(*titles, numbers=("step", "compared", "differing", "largest"))
+        for row in rows:
+            *cells, verdict = (escape(row[place]) for place in shown)
+            style = "green" if verdict in ("holds", "equal") else "bold red"
+            table.add_row(*cells, f"[{style}]{verdict}[/]")
+        screen.print(table)
+        for fault in faults:
+            screen.print()
+            screen.print(fault, style="red", highlight=False, markup=False)
+        screen.print()
+        style = "bold green" if is_good else "bold red"
+        screen.print(summary, style=style, highlight=False, markup=False)
+        if note:
+            screen.print(note, style="dim", highlight=False, markup=False)
+    if not is_good:
+        raise typer.Exit(1)
 
 
 # ---- traces --------------------------------------------------------------------------------------
@@ -211,58 +236,34 @@ def diff(
         html: Write the figures as one page of HTML too.
     """
     found = compare(first, second, tolerance=tolerance)
-    rows = _rungs(found)
-    if html is not None:
-        _write(
-            html,
-            page(
-                f"{first} and {second}",
-                found.verdict,
-                is_good=found.is_equal,
-                columns=("rung", "step", "compared", "differing", "largest difference", "verdict"),
-                rows=rows,
-                faults=[],  # the summary says it
-                about={
-                    "ranks": f"{found.num_ranks[0]} and {found.num_ranks[1]}",
-                    "different conditions": "; ".join(found.conditions) or "none",
-                    "only in one of them": ", ".join(found.left_out) or "nothing",
-                },
-            ),
-        )
-    if as_json:
-        told = {"is_equal": found.is_equal, "largest": found.largest, "verdict": found.verdict}
-        typer.echo(json.dumps(for_json(asdict(found) | told), allow_nan=False))
-    else:
-        screen = Console()
-        numbers = ("step", "compared", "differing", "largest")
-        table = plain_table("rung", *numbers, "", numbers=numbers)
-        for row in rows:
-            style = "green" if row[-1] == "equal" else "bold red"
-            table.add_row(*row[:-1], f"[{style}]{row[-1]}[/]")
-        screen.print(table)
-        screen.print()
-        style = "bold green" if found.is_equal else "bold red"
-        screen.print(f"[{style}]{escape(found.verdict)}[/]", highlight=False)
-        if found.left_out:
-            screen.print(
-                f"only in one of them: {', '.join(found.left_out)}", style="dim", markup=False
+    left_out = ", ".join(found.left_out)
+    told = {"is_equal": found.is_equal, "largest": found.largest, "verdict": found.verdict}
+    _tell(
+        f"{first} and {second}",
+        found.verdict,
+        [
+            (
+                each.rung,
+                str(each.step),
+                str(each.num_compared),
+                str(each.num_differing),
+                _apart(each.largest),
+                "differs" if each.num_differing else "equal",
             )
-    if not found.is_equal:
-        raise typer.Exit(1)
-
-
-def _rungs(found: Comparison) -> list[tuple[str, ...]]:
-    return [
-        (
-            each.rung,
-            str(each.step),
-            str(each.num_compared),
-            str(each.num_differing),
-            "0" if each.largest == 0 else f"{each.largest:.1e}",
-            "differs" if each.num_differing else "equal",
-        )
-        for each in found.rungs
-    ]
+            for each in found.rungs
+        ],
+        columns=("rung", "step", "compared", "differing", "largest difference", "verdict"),
+        is_good=found.is_equal,
+        about={
+            "ranks": f"{found.num_ranks[0]} and {found.num_ranks[1]}",
+            "different conditions": "; ".join(found.conditions) or "none",
+            "only in one of them": left_out or "nothing",
+        },
+        figures=asdict(found) | told,
+        note=left_out and f"only in one of them: {left_out}",
+        as_json=as_json,
+        html=html,
+    )
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -339,8 +340,8 @@ def model(
     ]
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    verdicts, seconds = _tried(tried, subject, out)
-    _tell(f"unison verify model {build}", verdicts, seconds, as_json=as_json, html=html, what=build)
+    title = f"unison verify model {build}"
+    _try(title, tried, subject, out, as_json=as_json, html=html, what=build)
 
 
 def _sizes(ranks: str) -> list[int]:

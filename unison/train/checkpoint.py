@@ -97,9 +97,11 @@ def save_newest(run: "Run") -> None:
     world = run.world
     finish(run)
     extra = Extra.of(run)
-    files, curvature = {}, run.transform.state_dict()  # a copy, whole, on every rank
-    if curvature is not None and world.is_main:
-        files[CURVATURE_FILE] = partial(write_state, state=curvature)
+    files = {}
+    if run.kfac is not None:
+        curvature = run.kfac.state_dict()  # a copy, whole, on every rank
+        if world.is_main:
+            files[CURVATURE_FILE] = partial(write_state, state=curvature)
     if run.background is None and not run.config.execution.guard:
         # Not under a guard, which takes the thread's collectives for the program's.
         run.background = dist.new_group(backend="gloo")  # type: ignore[assignment]

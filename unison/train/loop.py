@@ -71,11 +71,11 @@ from unison.train.run_folder import (
 )
 from unison.train.step import (
     Batch,
-    NaturalGradient,
     joined,
     make_optimizer,
     make_schedule,
     mean_loss,
+    settings_of,
     to_device,
     train_step,
 )
@@ -219,7 +219,7 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
         # A new run is one before its ledger begins; one whose ledger is refused does not go on.
         world.agree(begin, when=world.is_main and not output.resume)
         stack.enter_context(run.regime.attached())
-        stack.enter_context(run.transform.attached(curvature))
+        stack.enter_context(run.preconditioned(curvature))
         del curvature  # it is as large as the model
         world.agree(begin, when=world.is_main and output.resume)
         if console is not None:
@@ -260,6 +260,7 @@ class Run:
     Attributes:
         signals: Those that ask it to stop.
         progress: How far it has come.
+        kfac: Preconditions its gradients, within `preconditioned`.
         view: Shows steps to a person.
         record: Writes numbers of a step to the run's metrics; on the main rank.
         recorder: Makes digests of every step; None unless the run keeps them.
@@ -312,7 +313,7 @@ class Run:
                 block.compile()
         self.optimizer = make_optimizer(model, mechanism)
         self.scheduler = make_schedule(self.optimizer, mechanism)
-        self.transform = NaturalGradient(config, self.parallel, self.optimizer)
+        self.kfac: unison.KFAC | None = None
         self.key = Key.from_seed(mechanism.seed)
         self.cast = nullcontext
         if mechanism.precision == "bf16":
@@ -371,6 +372,22 @@ class Run:
                 self.figures = extra.figures
         self.regime.prepare(state)
         return curvature
+
+    @contextmanager
+    def preconditioned(self, state: Mapping[str, Any] | None) -> Iterator[None]:
+        """Let K-FAC, if the run has it, watch the model's passes; `state` is a checkpoint's."""
+        if self.config.mechanism.kfac is None:
+            yield
+            return
+        self.kfac = unison.KFAC(self.parallel.module, settings_of(self.config), self.optimizer)
+        try:
+            if state is not None:
+                self.kfac.load_state_dict(state)
+                del state  # it is as large as the model
+            yield
+        finally:
+            self.kfac.detach()
+            self.kfac = None  # see Parallel.module
 
     def train(self) -> TrainResult:
         """Train for all steps, or all that are left."""
@@ -504,7 +521,7 @@ class Run:
             step=step,
             key=self.key,
             objective=self.regime.objective,
-            transform=self.transform,
+            kfac=self.kfac,
             cast=self.cast,
             clip_norm=self.config.mechanism.clip_norm,
             see_loss=self.see_loss,

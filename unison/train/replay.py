@@ -213,7 +213,7 @@ def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
         if begins > first:
             raise BadInput(f"{run.source} is of step {begins}, which its folder's name is not")
         stack.enter_context(run.regime.attached())
-        stack.enter_context(run.transform.attached(curvature))
+        stack.enter_context(run.preconditioned(curvature))
         del curvature
         record = stack.enter_context(Record(Path(config.output.folder)))
         partings: dict[int, Parting | None] = {}  # of each step, on every rank alike

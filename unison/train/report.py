@@ -34,6 +34,7 @@ from unison.run_files import (
 )
 from unison.train.regime import PrivacyFacts
 from unison.train.run_folder import describe_environment, write_json
+from unison.train.step import settings_of
 
 if TYPE_CHECKING:
     from unison.train.loop import Run
@@ -112,7 +113,15 @@ def say_start(console: Console, run: "Run") -> None:
             "training loss, norms and clipped fractions are not covered by ε: a terminal shows "
             "them, files have them with --unsafe-diagnostics",
         )
-    say(console, *run.transform.describe())
+    if mechanism.kfac is not None:
+        kfac = settings_of(config)
+        lengths = {"adam": "Adam's", "sgd": "the gradient's", "none": "their own"}
+        say(
+            console,
+            f"K-FAC: damping {kfac.damping:g} ({kfac.damping_form}), {kfac.fisher} Fisher, factors "
+            f"every {kfac.update_every} steps, more often in the first {kfac.burn_in}; steps of "
+            f"{lengths[kfac.graft]} length, taken by SGD",
+        )
     if not config.output.resume:
         return
     say(
