@@ -16,22 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from unison import privacy
 from unison.cli.options import documented, plain_values, spelling, was_given
 from unison.errors import BadInput, UnsupportedOperation
-from unison.privacy import (
-    LEDGER_FILE,
-    LedgerFile,
-    Poisson,
-    Sampling,
-    Shuffled,
-    TruncatedPoisson,
-    epsilon_for,
-    epsilon_if_secret,
-    epsilon_of,
-    noise_multiplier_for,
-    read_ledger,
-    steps_for,
-)
 from unison.train import chart
 
 ACCOUNTANTS = ("pld", "rdp")
@@ -156,7 +143,7 @@ def _warnings_as_sentences() -> Iterator[None]:
         typer.echo(f"unison: warning: {message}", err=True)
 
 
-def _sampling(given: SimpleNamespace) -> Sampling:
+def _sampling(given: SimpleNamespace) -> privacy.Sampling:
     """Return the sampling that the options describe."""
     rate, capacity = given.sample_rate, given.capacity
     size, records = given.batch_size, given.num_records
@@ -165,7 +152,7 @@ def _sampling(given: SimpleNamespace) -> Sampling:
             raise BadInput("shuffled batches have a fixed size; leave --sample-rate and --capacity")
         if size is None or records is None:
             raise BadInput("shuffled batches need --batch-size and --num-records")
-        return Shuffled(batch_size=size, num_records=records)
+        return privacy.Shuffled(batch_size=size, num_records=records)
     if rate is not None and size is not None:
         raise BadInput("--sample-rate and --batch-size say the same thing; give one of them")
     if rate is None:
@@ -177,10 +164,10 @@ def _sampling(given: SimpleNamespace) -> Sampling:
     if given.sampling == "poisson":
         if capacity is not None:
             raise BadInput("--capacity needs --sampling truncated")
-        return Poisson(rate=rate)
+        return privacy.Poisson(rate=rate)
     if capacity is None or records is None:
         raise BadInput("truncated sampling needs --capacity and --num-records")
-    return TruncatedPoisson(rate=rate, capacity=capacity, num_records=records)
+    return privacy.TruncatedPoisson(rate=rate, capacity=capacity, num_records=records)
 
 
 # ---- figures -------------------------------------------------------------------------------------
@@ -197,15 +184,15 @@ def _account_plan(given: SimpleNamespace) -> dict[str, Any]:
             asked = "epsilon"
         case (float(), None, int(steps)):
             asked = "noise_multiplier"
-            sigma = noise_multiplier_for(steps=steps, **target)
+            sigma = privacy.noise_multiplier_for(steps=steps, **target)
         case (float(), float(sigma), None):
             asked = "steps"
-            steps = steps_for(noise_multiplier=sigma, **target)
+            steps = privacy.steps_for(noise_multiplier=sigma, **target)
         case _:
             raise BadInput("give exactly two of --epsilon, --noise-multiplier and --steps")
     if steps < 1 and asked != "steps":
         raise BadInput(f"--steps must be above 0, found {steps}")
-    spent = partial(epsilon_for, noise_multiplier=sigma, delta=delta, **common)
+    spent = partial(privacy.epsilon_for, noise_multiplier=sigma, delta=delta, **common)
     curve = _curve(steps, lambda n, name: spent(steps=n, accountant=name))
     return {
         "asked": asked,
@@ -236,9 +223,9 @@ def _account_runs(
     result = {
         "delta": delta,
         "adjacency": spending.adjacency,
-        "epsilon": {n: _or_none(epsilon_of, spending, delta, n) for n in ACCOUNTANTS},
+        "epsilon": {n: _or_none(privacy.epsilon_of, spending, delta, n) for n in ACCOUNTANTS},
         "epsilon_if_secret": {
-            n: _or_none(epsilon_if_secret, spending, delta, n) for n in ACCOUNTANTS
+            n: _or_none(privacy.epsilon_if_secret, spending, delta, n) for n in ACCOUNTANTS
         },
         "seeded": spending.num_seeded,
         "why_infinite": why if spending.num_seeded else None,
@@ -250,13 +237,13 @@ def _account_runs(
         # Of seeded runs as well: infinity has no curve.
         result["curve"] = _curve(
             found[0].num_intents,
-            lambda n, name: epsilon_if_secret(found[0].spending_after(n), delta, name),
+            lambda n, name: privacy.epsilon_if_secret(found[0].spending_after(n), delta, name),
         )
     return _facts(found[0]) | result
 
 
-def _read(path: Path) -> LedgerFile:
-    found = read_ledger(path / LEDGER_FILE if path.is_dir() else path)
+def _read(path: Path) -> privacy.LedgerFile:
+    found = privacy.read_ledger(path / privacy.LEDGER_FILE if path.is_dir() else path)
     if found.malformed is not None:
         raise BadInput(f"{found.path} is no ledger: {found.malformed}")
     if not (found.sessions or found.problems):
@@ -264,13 +251,13 @@ def _read(path: Path) -> LedgerFile:
     return found
 
 
-def _link(found: list[LedgerFile], *, same_data: bool) -> tuple[list[list[str]], list[str]]:
+def _link(found: list[privacy.LedgerFile], *, same_data: bool) -> tuple[list[list[str]], list[str]]:
     """Ledgers that commit to the same data set, in groups; and those that nothing links.
 
     Raises:
         BadInput: If one ledger is named twice, or some commit to different data.
     """
-    twins: dict[str, LedgerFile] = {}
+    twins: dict[str, privacy.LedgerFile] = {}
     committed: dict[str, Path] = {}  # the first ledger with each commitment
     groups: dict[str | None, list[str]] = {}
     for each in found:
@@ -295,7 +282,7 @@ def _link(found: list[LedgerFile], *, same_data: bool) -> tuple[list[list[str]],
     return [group for group in groups.values() if len(group) > 1], unlinked
 
 
-def _facts(found: LedgerFile) -> dict[str, Any]:
+def _facts(found: privacy.LedgerFile) -> dict[str, Any]:
     def said(name: str) -> list[Any]:
         """What the sessions say, each once."""
         return list(dict.fromkeys(getattr(session, name) for session in found.sessions))

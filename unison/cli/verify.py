@@ -13,25 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from unison import verify as checks
 from unison.cli.account import for_json, plain_table
 from unison.cli.options import documented
 from unison.errors import BadInput
 from unison.run_files import read_config, read_result
 from unison.shard import fingerprint
 from unison.train import result_table, run_on_local_ranks
-from unison.verify import (
-    SHARDINGS,
-    Case,
-    Claim,
-    RunComparison,
-    Subject,
-    Verdict,
-    claims,
-    compare,
-    compare_runs,
-    page,
-    try_claims,
-)
 
 verify = typer.Typer(
     name="verify",
@@ -80,13 +68,13 @@ def _claims(
     if quick and full:
         raise BadInput("--quick and --full exclude each other")
     depth = "quick" if quick else "full" if full else "default"
-    _try("unison verify", claims(depth), None, None, as_json=as_json, html=html, what=depth)
+    _try("unison verify", checks.claims(depth), None, None, as_json=as_json, html=html, what=depth)
 
 
 def _try(
     title: str,
-    tried: list[Claim],
-    subject: Subject | None,
+    tried: list[checks.Claim],
+    subject: checks.Subject | None,
     folder: Path | None,
     *,
     as_json: bool,
@@ -102,7 +90,7 @@ def _try(
             ranks = f"{size} rank{'s' if size > 1 else ''}"
             status.update(f"{count} training{'s' if count > 1 else ''} on {ranks}")
 
-        verdicts = try_claims(
+        verdicts = checks.try_claims(
             tried,
             launch=run_on_local_ranks,
             folder=folder or Path(temporary.name),
@@ -139,7 +127,7 @@ def _try(
     )
 
 
-def _row(verdict: Verdict) -> tuple[str, ...]:
+def _row(verdict: checks.Verdict) -> tuple[str, ...]:
     largest = _apart(verdict.largest)
     if verdict.tolerance:
         largest += f" (≤ {verdict.tolerance:.0e})"
@@ -176,7 +164,7 @@ def _tell(
         note: What else to say on a terminal.
     """
     if html is not None:
-        text = page(
+        text = checks.page(
             title, summary, is_good=is_good, columns=columns, rows=rows, faults=faults, about=about
         )
         try:
@@ -235,7 +223,7 @@ def diff(
         as_json: Print one JSON object instead of tables.
         html: Write the figures as one page of HTML too.
     """
-    found = compare(first, second, tolerance=tolerance)
+    found = checks.compare(first, second, tolerance=tolerance)
     left_out = ", ".join(found.left_out)
     told = {"is_equal": found.is_equal, "largest": found.largest, "verdict": found.verdict}
     _tell(
@@ -274,7 +262,7 @@ def diff(
     build={"metavar": "MODULE:FUNCTION"},
     data={"metavar": "ROWS"},
     loss={"metavar": "MODULE:FUNCTION"},
-    shard={"help": f"One of {', '.join(SHARDINGS)}."},
+    shard={"help": f"One of {', '.join(checks.SHARDINGS)}."},
     steps={"min": 1},
     batch_size={"min": 1},
     granule={"min": 1},
@@ -325,16 +313,18 @@ def model(
         html: Write the figures as one page of HTML too.
     """
     sizes = _sizes(ranks)
-    subject = Subject(**{each.name: context.params[each.name] for each in fields(Subject)})
+    subject = checks.Subject(
+        **{each.name: context.params[each.name] for each in fields(checks.Subject)}
+    )
     subject.rows()  # what cannot be read is told before ranks are started
     subject.model(drops=True)
     trainings = ("plain", "private") if private else ("plain",)
     tried = [
-        Claim(
+        checks.Claim(
             name=f"{training} training of {build} does not depend on ranks",
             quantity="every rung, from initial to updated parameters",
-            reference=(Case(training=training, shard=shard), sizes[0]),
-            runs=tuple((Case(training=training, shard=shard), size) for size in sizes[1:]),
+            reference=(checks.Case(training=training, shard=shard), sizes[0]),
+            runs=tuple((checks.Case(training=training, shard=shard), size) for size in sizes[1:]),
         )
         for training in trainings
     ]
@@ -379,7 +369,7 @@ def runs(first: Path, second: Path, *, as_json: bool = False) -> None:
         second: That of another one.
         as_json: Print one JSON object instead of tables.
     """
-    found = compare_runs(first, second)
+    found = checks.compare_runs(first, second)
     if as_json:
         figures = asdict(found) | {"has_same_bits": found.has_same_bits, "verdict": found.verdict}
         typer.echo(json.dumps(figures))
@@ -396,7 +386,7 @@ def runs(first: Path, second: Path, *, as_json: bool = False) -> None:
         raise typer.Exit(1)
 
 
-def _comparison_table(found: RunComparison) -> Table:
+def _comparison_table(found: checks.RunComparison) -> Table:
     """Both runs in two columns, and how far they are apart."""
     table = plain_table("last value (of how many)")
     for folder in found.folders:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import unison
-from unison import check
+from unison import check, rng
 from unison.data import IGNORE_INDEX
 from unison.errors import BadInput
 from unison.privacy import (
@@ -41,14 +41,6 @@ from unison.privacy import (
     noise_multiplier_for,
     read_ledger,
     sampling_for,
-)
-from unison.rng import (
-    Key,
-    Permutation,
-    Stream,
-    open_sealed_key,
-    read_passphrase,
-    seal_key,
 )
 from unison.run_files import PrivacyResult, read_config
 from unison.schema import short
@@ -109,8 +101,8 @@ def rows_of_step(step: int, *, num_rows: int, batch_size: int, seed: int) -> np.
     rows = np.empty_like(positions)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
-        stream = Stream(Key.from_seed(seed), "rows", int(epoch), purpose="shuffle")
-        permutation = Permutation(stream, num_rows)
+        stream = rng.Stream(rng.Key.from_seed(seed), "rows", int(epoch), purpose="shuffle")
+        permutation = rng.Permutation(stream, num_rows)
         rows[chosen] = permutation(torch.from_numpy(offsets[chosen])).numpy()
     return rows
 
@@ -202,7 +194,7 @@ class PrivateRegime(Regime):
             secure_noise=self._privacy.secure_noise,
             ledger=None if run.is_replay else self._ledger_path,
         )
-        self._record_key: Key | None = None
+        self._record_key: rng.Key | None = None
         self._state: Mapping[str, Any] | None = None
         self._loader: PrivateLoader | None = None
         self._noise_multiplier = self._privacy.noise_multiplier
@@ -310,7 +302,7 @@ class PrivateRegime(Regime):
             budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta, steps=mechanism.steps)
         key, commitment = self._kept_key()
         if not privacy.secure_noise:
-            self._record_key = Key.from_seed(mechanism.seed).child("record")
+            self._record_key = rng.Key.from_seed(mechanism.seed).child("record")
         with warnings.catch_warnings():
             # `describe` says it, as one sentence.
             warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
@@ -359,24 +351,26 @@ class PrivateRegime(Regime):
             self._loader.abandon()
             self._engine.detach()
 
-    def _kept_key(self) -> tuple[Key | None, str | None]:
+    def _kept_key(self) -> tuple[rng.Key | None, str | None]:
         """The key that its owner keeps, if any does, and the commitment to it; a collective."""
         output, run = self._config.output, self._run
         if output.seal_key is None:
             return None, None
-        path, folder, found = Path(output.seal_key), Path(output.folder), list[Key]()
+        path, folder, found = Path(output.seal_key), Path(output.folder), list[rng.Key]()
 
         def find() -> str:
-            passphrase, data = read_passphrase(output.passphrase_file), self._rows.digest()
+            passphrase, data = rng.read_passphrase(output.passphrase_file), self._rows.digest()
             if not (run.is_replay or output.resume):
                 if folder.resolve() in path.resolve().parents:
                     raise BadInput(
                         f"the sealed key {path} would lie in the run's folder, where whoever gets "
                         "the run finds it: name another place"
                     )
-                found.append(Key.from_entropy())
-                return seal_key(found[0], path, passphrase, data)
-            key, commitment = open_sealed_key(path, passphrase, data, is_reproducible=run.is_replay)
+                found.append(rng.Key.from_entropy())
+                return rng.seal_key(found[0], path, passphrase, data)
+            key, commitment = rng.open_sealed_key(
+                path, passphrase, data, is_reproducible=run.is_replay
+            )
             sessions = read_ledger(self._ledger_path).sessions
             if commitment not in {each.key_commitment for each in sessions}:
                 raise BadInput(
@@ -397,7 +391,7 @@ class PrivateRegime(Regime):
 
         commitment, *_ = self._world.agree(find, when=self._world.is_main)
         # What the other ranks bring to it is replaced by the main one's.
-        others = Key.from_seed(0) if run.is_replay else Key.from_entropy()
+        others = rng.Key.from_seed(0) if run.is_replay else rng.Key.from_entropy()
         return (found[0] if found else others).agree(), commitment
 
     def _load(self, state: Mapping[str, Any]) -> None:

@@ -21,17 +21,10 @@ from rich.table import Table
 from rich.text import Text
 
 import unison
+from unison import run_files
 from unison.config import TrainConfig
 from unison.privacy import LEDGER_FILE
 from unison.replay import RECORD_FILE
-from unison.run_files import (
-    CONFIG_FILE,
-    CURVE_FILE,
-    ENVIRONMENT_FILE,
-    METRICS_FILE,
-    PARAMETERS_FILE,
-    TrainResult,
-)
 from unison.train.regime import PrivacyFacts
 from unison.train.run_folder import describe_environment, write_json
 from unison.train.step import settings_of
@@ -49,14 +42,16 @@ def write_start(folder: Path, run: "Run") -> None:
     """Write what a run is made of, or add a line where it went on, and on what."""
     config, world = run.config, run.world
     environment = describe_environment(world.size, world.device)
-    if not (folder / CONFIG_FILE).is_file():
+    if not (folder / run_files.CONFIG_FILE).is_file():
         settings = asdict(config)
         settings["model"] = asdict(run.model.config)
         settings["fingerprint"] = fingerprint(run)
         settings["rows"] = summarize(run)
         settings["launch"] = os.environ.get("TORCHELASTIC_RUN_ID")
-        write_json(folder / ENVIRONMENT_FILE, environment)
-        write_json(folder / CONFIG_FILE, settings)  # last: with it the folder is that of a run
+        write_json(folder / run_files.ENVIRONMENT_FILE, environment)
+        write_json(
+            folder / run_files.CONFIG_FILE, settings
+        )  # last: with it the folder is that of a run
         return
     line = {
         "step": run.progress.step,
@@ -137,9 +132,15 @@ def say_start(console: Console, run: "Run") -> None:
         )
 
 
-def say_end(console: Console, config: TrainConfig, result: TrainResult) -> None:
+def say_end(console: Console, config: TrainConfig, result: run_files.TrainResult) -> None:
     """Show the losses before and after, what privacy cost, and where the run lies."""
-    files = [CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, PARAMETERS_FILE, CURVE_FILE]
+    files = [
+        run_files.CONFIG_FILE,
+        run_files.ENVIRONMENT_FILE,
+        run_files.METRICS_FILE,
+        run_files.PARAMETERS_FILE,
+        run_files.CURVE_FILE,
+    ]
     files += [RECORD_FILE] if config.output.record else []
     # What no ε covers is for eyes: output that is no terminal may be kept.
     shown = result if console.is_terminal else result.published(config)
@@ -157,7 +158,7 @@ def say_end(console: Console, config: TrainConfig, result: TrainResult) -> None:
     say(console, f"run folder [bold]{escape(result.folder)}[/]: {', '.join(files)}")
 
 
-def result_table(result: TrainResult, num_planned: int) -> Table:
+def result_table(result: run_files.TrainResult, num_planned: int) -> Table:
     """What a run came to; of a private one with what it spent, in at most 80 columns."""
     privacy = result.privacy
     if privacy is None:

@@ -13,21 +13,16 @@ from typing import Any
 
 import torch
 
+from unison import run_files
 from unison.errors import BadInput
-from unison.run_files import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    PARAMETERS_FILE,
-    RESULT_FILE,
-    SavedConfig,
-    TrainResult,
-    read_config,
-    read_metrics,
-    read_result,
-)
 from unison.shard import open_weights
 
-FILES = (CONFIG_FILE, RESULT_FILE, METRICS_FILE, PARAMETERS_FILE)
+FILES = (
+    run_files.CONFIG_FILE,
+    run_files.RESULT_FILE,
+    run_files.METRICS_FILE,
+    run_files.PARAMETERS_FILE,
+)
 NOT_COMPARED = frozenset({"train/tokens_per_second"})  # measured, not computed
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,8 +40,8 @@ class RunFolder:
     """
 
     folder: str
-    config: SavedConfig
-    result: TrainResult
+    config: run_files.SavedConfig
+    result: run_files.TrainResult
     series: dict[str, dict[int, float]]
 
     @classmethod
@@ -63,12 +58,12 @@ class RunFolder:
                 "give the --out of two runs of unison train"
             )
         series: dict[str, dict[int, float]] = {}
-        for record in read_metrics(folder):
+        for record in run_files.read_metrics(folder):
             step = record.pop("step")
             for name, value in record.items():
                 if name not in NOT_COMPARED and value is not None:
                     series.setdefault(name, {})[step] = value
-        config, result = read_config(folder), read_result(folder)
+        config, result = run_files.read_config(folder), run_files.read_result(folder)
         return cls(folder=str(folder), config=config, result=result, series=series)
 
     @property
@@ -266,7 +261,7 @@ def _relative(a: float | None, b: float | None) -> float:
 
 
 def _parameter_difference(a_run: RunFolder, b_run: RunFolder) -> ParameterDifference:
-    first, second = (Path(run.folder) / PARAMETERS_FILE for run in (a_run, b_run))
+    first, second = (Path(run.folder) / run_files.PARAMETERS_FILE for run in (a_run, b_run))
     num_elements, num_differing, largest = 0, 0, 0.0
     with open_weights(first) as a, open_weights(second) as b:
         if set(a.keys()) != set(b.keys()):
