@@ -8,28 +8,3 @@ from unison.verify.purity import Purity, purity
 from unison.verify.quantities import RUNGS, Quantity, Trace
 from unison.verify.runs import RunComparison, RunFolder, compare_runs
 from unison.verify.trace import Tracer, trace
-
-__all__ = [
-    "DEPTHS",
-    "RUNGS",
-    "SHARDINGS",
-    "Case",
-    "Claim",
-    "Comparison",
-    "Difference",
-    "Purity",
-    "Quantity",
-    "RunComparison",
-    "RunFolder",
-    "Subject",
-    "Trace",
-    "Tracer",
-    "Verdict",
-    "claims",
-    "compare",
-    "compare_runs",
-    "page",
-    "purity",
-    "trace",
-    "try_claims",
-]
