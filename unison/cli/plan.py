@@ -1,10 +1,7 @@
 """`unison plan`: what a step takes and what a private run costs, before a GPU is rented."""
 
-import importlib
 import inspect
 import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -37,6 +34,7 @@ from unison.plan import (
     is_inside,
     simulate,
 )
+from unison.verify import imported
 
 GIB = 2**30
 MOST_SIMULATED = 2  # passes of a step: each one after the first is like the second
@@ -116,24 +114,23 @@ def plan(
     """
     card = find_gpu(gpu)
     make, vocab_size, longest = find_model(model, preset_name, num_layers)
-    for name, value in {"--gpus": gpus, "--batch": batch, "--logical-batch": logical_batch}.items():
+    is_budget = noise_multiplier is not None or epsilon is not None or rows is not None
+    private |= is_budget
+    worlds = [gpus] if sweep is None else swept(sweep)
+    counts = {"--gpus": gpus, "--batch": batch, "--logical-batch": logical_batch, "--seq": seq}
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise BadInput(f"{name} must be above 0, found {value}")
-    if seq is not None and seq < 1:
-        raise BadInput(f"--seq must be above 0, found {seq}")
     if seq is not None and longest is not None and seq > longest:
         raise BadInput(f"--seq {seq} is longer than the model's context, {longest}")
     if seq is None and longest is None:
         raise BadInput("--seq is needed for a model of your own: tokens of a row")
-    if noise_multiplier is not None or epsilon is not None or rows is not None:
-        private = True
-        if rows is None or logical_batch is None:
-            raise BadInput("a private budget needs --rows and --logical-batch")
-    elif epochs != 1.0 or delta != 1e-6:
+    if is_budget and (rows is None or logical_batch is None):
+        raise BadInput("a private budget needs --rows and --logical-batch")
+    if not is_budget and (epochs, delta) != (1.0, 1e-6):
         raise BadInput("--epochs and --delta are of a private budget, which needs --rows")
     if clipping != "auto" and not private:
         raise BadInput(f"--clipping {clipping} is for private training; add --private")
-    worlds = [gpus] if sweep is None else swept(sweep)
     if sweep is not None and not picture.parent.is_dir():
         raise BadInput(f"--picture {picture} is in no folder that exists")
     if sweep is not None and (picture.suffix.lower() != ".png" or picture.is_dir()):
@@ -191,19 +188,15 @@ def plan(
     if sweep is not None:
         draw_sweep(plans, card, picture)
     if as_json:
-        told = [
-            figures(usage, each, card, found, spending, num_parameters)
-            for each, usage, found in plans
-        ]
+        told = [figures(each, card, spending, num_parameters) for each in plans]
         typer.echo(json.dumps(told[0] if sweep is None else told))
     elif sweep is not None:
         show_sweep(plain_screen(), plans, card)
         typer.echo(f"drawn in {picture}")
     else:
-        (each, usage, found), *_ = plans
-        show(plain_screen(), usage, each, card, found, spending, num_parameters)
+        show(plain_screen(), plans[0], card, spending, num_parameters)
         if fit:
-            typer.echo("\nto run it:\n" + code_of(each))
+            typer.echo("\nto run it:\n" + code_of(plans[0][0]))
 
 
 Plan = tuple[Scenario, Usage, Estimate]
@@ -373,20 +366,10 @@ def find_model(
     assert name is not None
     if name.endswith(".json"):
         return from_transformers(Path(name))
-    module_name, has_colon, function = name.partition(":")
-    if not has_colon or not function:
+    if not all(name.partition(":")):
         raise BadInput(f"expected MODULE:FUNCTION or a config.json, found {name!r}")
-    sys.path.insert(0, os.getcwd())
-    try:
-        make = getattr(importlib.import_module(module_name), function)
-    except (Exception, SystemExit) as error:
-        raise BadInput(f"{name} cannot be imported: {first_line(error)}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    if not callable(make):
-        raise BadInput(f"{name} must be a function that builds a model, found {make!r}")
-    made: Callable[[], nn.Module] = make  # type: ignore[assignment] # `count_trained` looks
-    return partial(built, name, made), 2, None  # ids of 0 and 1 are in every vocabulary
+    # `count_trained` looks whether it makes a model. Ids of 0 and 1 are in every vocabulary.
+    return partial(built, name, imported(name)), 2, None
 
 
 def built(name: str, make: Callable[[], nn.Module]) -> nn.Module:
@@ -463,14 +446,10 @@ def fits_on(found: Estimate) -> dict[str, bool]:
 
 
 def figures(
-    usage: Usage,
-    scenario: Scenario,
-    card: Gpu,
-    found: Estimate,
-    spending: PrivateBudget | None,
-    num_parameters: int,
+    plan: Plan, card: Gpu, spending: PrivateBudget | None, num_parameters: int
 ) -> dict[str, Any]:
     """Everything a plan says, as values that JSON can hold."""
+    scenario, usage, found = plan
     return {
         "scenario": {**asdict(scenario), "offload": sorted(scenario.offload)},
         "parameters": num_parameters,
@@ -518,15 +497,10 @@ def link_of(size: int, card: Gpu) -> str:
 
 
 def show(
-    screen: Console,
-    usage: Usage,
-    scenario: Scenario,
-    card: Gpu,
-    found: Estimate,
-    spending: PrivateBudget | None,
-    num_parameters: int,
+    screen: Console, plan: Plan, card: Gpu, spending: PrivateBudget | None, num_parameters: int
 ) -> None:
     """Print a plan for a person."""
+    scenario, usage, found = plan
     peak = usage.peak
     kind = "private, " if scenario.clipping else ("K-FAC, " if scenario.kfac else "")
     kind += f"LoRA of rank {scenario.lora}, " if scenario.lora else ""

@@ -58,10 +58,24 @@ class RowDataset(Dataset[dict[str, Tensor]]):
     A pickled dataset is its path and description only; every process maps the file itself.
 
     Open one with `RowDataset.open`.
+
+    Attributes:
+        directory: The folder of the rows.
+        split: `"train"` or `"eval"`.
+        num_rows: How many rows there are.
+        num_tokens: How many tokens they hold, padding not counted and shared tokens counted once.
+        row_length: How many inputs, and as many targets, a row has.
+        vocab_size: One more than the largest token id.
+        layout: `"packed"` or `"documents"`.
     """
 
     def __init__(self, directory: Path, split: str, description: dict[str, Any]):
         self.directory, self.split, self._description = directory, split, description
+        self.num_rows: int = description["splits"][split]["num_rows"]
+        self.num_tokens: int = description["splits"][split]["num_tokens"]
+        self.row_length: int = description["row_length"]
+        self.vocab_size: int = description["vocab_size"]
+        self.layout: str = description["layout"]
         self._maps: tuple[np.ndarray, np.ndarray | None] | None = None
         self._emptied = np.zeros(0, dtype=np.int64)
         self._is_numbered = False
@@ -103,31 +117,6 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         dataset = cls(directory, split, _read_sidecar(directory))
         dataset._check_files()
         return dataset
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows there are."""
-        return self._description["splits"][self.split]["num_rows"]
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens the rows hold, padding not counted and shared tokens counted once."""
-        return self._description["splits"][self.split]["num_tokens"]
-
-    @property
-    def row_length(self) -> int:
-        """How many inputs, and as many targets, a row has."""
-        return self._description["row_length"]
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest token id."""
-        return self._description["vocab_size"]
-
-    @property
-    def layout(self) -> str:
-        """`"packed"` or `"documents"`."""
-        return self._description["layout"]
 
     def __len__(self) -> int:
         return self.num_rows

@@ -198,9 +198,10 @@ def imported(path: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(name), attribute)
-    except Exception as error:  # the user's module runs
+    except (Exception, SystemExit) as error:  # the user's module runs
+        told = " ".join(str(error).split()) or type(error).__name__
         raise BadInput(
-            f"{path!r} cannot be imported ({error}); name it as module:function, the module in the "
+            f"{path!r} cannot be imported ({told}); name it as module:function, the module in the "
             "working folder or installed"
         ) from None
     if not callable(found):
