@@ -219,8 +219,7 @@ def load_newest(
     refused: list[BadInput] = []
     # As one rank sees the folder: others may see it a moment later.
     root = Path(run.config.output.folder)
-    found, *_ = run.world.agree(partial(checkpoints_of, root), when=run.world.is_main)
-    for folder in reversed(found or []):
+    for folder in reversed(run.world.on_main(partial(checkpoints_of, root))):
         if at_most is not None and int(folder.name[5:]) > at_most:
             continue
         try:

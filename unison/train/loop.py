@@ -144,9 +144,7 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> run_file
                 run_folder.check_free(folder, overwrite=output.overwrite)
             return goes_on, None
 
-        (checked, *_) = world.agree(check_folder, when=world.is_main)
-        assert checked is not None
-        goes_on, done = checked
+        goes_on, done = world.on_main(check_folder)
         if done is not None:
             return done
         if goes_on:
@@ -162,7 +160,7 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> run_file
         opened = run_folder.open_run_folder(
             folder, overwrite=output.overwrite, resume=output.resume
         )
-        world.agree(partial(stack.enter_context, opened), when=world.is_main)
+        world.on_main(partial(stack.enter_context, opened))
         stack.enter_context(running_out_of_room(world))  # inside: a failed run says what is left
 
         def begin() -> None:
@@ -217,7 +215,7 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> run_file
                 folder / run_files.RESULT_FILE, result.published(config).to_fields()
             )
 
-        world.agree(end, when=world.is_main)
+        world.on_main(end)
     if console is not None:
         report.say_end(console, config, result)
     return result.published(config)
@@ -341,10 +339,7 @@ class Run:
         state, curvature = None, None
         if self.config.output.resume or self.is_replay:
             folder = Path(self.config.output.folder)
-            self.world.agree(
-                lambda: checkpoint.check_same_rows(folder, report.summarize(self)),
-                when=self.world.is_main,
-            )
+            self.world.on_main(lambda: checkpoint.check_same_rows(folder, report.summarize(self)))
             found = checkpoint.load_newest(self, at_most=at_most)
             if found is not None:
                 extra, curvature = found

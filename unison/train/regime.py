@@ -111,7 +111,7 @@ class Regime:
     """Rows in a new order every epoch; the mean over all targets of the global batch."""
 
     def __init__(self, run: "Run") -> None:
-        self._config, self._rows = run.config, run.train_rows
+        self._run, self._config, self._rows = run, run.config, run.train_rows
 
     def prepare(self, state: Mapping[str, Any] | None) -> None:
         """Settle what the steps apply, before anything is written; `state` is a checkpoint's."""
@@ -182,11 +182,8 @@ class PrivateRegime(Regime):
     def __init__(self, run: "Run") -> None:
         super().__init__(run)
         config, rows = run.config, run.train_rows
-        self._run = run
         assert config.mechanism.privacy is not None
         self._privacy = config.mechanism.privacy
-        self._parallel, self._optimizer = run.parallel, run.optimizer
-        self._world, self._cast, self._num_elements = run.world, run.cast, run.num_parameters
         self._sampling = sampling_for(self._privacy, config.mechanism.batch_size, rows.num_rows)
         self._ledger_path = Path(config.output.folder) / LEDGER_FILE
         self._engine = PrivacyEngine(
@@ -204,7 +201,7 @@ class PrivateRegime(Regime):
         """Choose the noise for the run's steps, or take that of a checkpoint."""
         self._state = state
         if self._config.output.resume:
-            is_known, *_ = self._world.agree(self._check_rows, when=self._world.is_main)
+            is_known = self._run.world.on_main(self._check_rows)
             if not is_known and self._config.output.seal_key is None:
                 self._run.notes.append(
                     "of its rows only the number was compared: a private run keeps no hash of "
@@ -218,18 +215,16 @@ class PrivateRegime(Regime):
                     raise BadInput(f"its loader is at step {short(state['loader']['next_step'])}")
         elif self._privacy.epsilon is not None:
             # One rank computes for all: it takes seconds of a core.
-            self._noise_multiplier, *_ = self._world.agree(
-                partial(
-                    noise_multiplier_for,
-                    target_epsilon=self._privacy.epsilon,
-                    target_delta=self._privacy.delta,
-                    sampling=self._sampling,
-                    steps=self._config.mechanism.steps,
-                    accountant=self._privacy.accountant,
-                    rounded_elements=self._num_elements,
-                ),
-                when=self._world.is_main,
+            of_budget = partial(
+                noise_multiplier_for,
+                target_epsilon=self._privacy.epsilon,
+                target_delta=self._privacy.delta,
+                sampling=self._sampling,
+                steps=self._config.mechanism.steps,
+                accountant=self._privacy.accountant,
+                rounded_elements=self._run.num_parameters,
             )
+            self._noise_multiplier = self._run.world.on_main(of_budget)
 
     def _check_rows(self) -> bool:
         """Refuse rows that the ledger commits to others of; returns whether it commits to any.
@@ -307,8 +302,8 @@ class PrivateRegime(Regime):
             # `describe` says it, as one sentence.
             warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
             _, _, self._loader = self._engine.make_private(
-                module=self._parallel.module,
-                optimizer=self._optimizer,
+                module=self._run.parallel.module,
+                optimizer=self._run.optimizer,
                 data_loader=DataLoader(
                     self._rows.numbered(),  # dropout's masks hang on the numbers
                     mechanism.batch_size,
@@ -332,20 +327,20 @@ class PrivateRegime(Regime):
                 key_commitment=commitment,
                 data_salt=salt,
                 # The rank that writes the ledger reads the rows for it.
-                data_id=self._rows.digest() if salt and self._world.is_main else None,
+                data_id=self._rows.digest() if salt and self._run.world.is_main else None,
             )
         try:
             if self._state is not None:
                 # The rank that has the ledger may refuse; then all do.
-                self._world.agree(partial(self._load, self._state))
+                self._run.world.agree(partial(self._load, self._state))
             if key is not None and self._engine.ledger.session.key_commitment is not None:
                 self._record_key = key.child("record")
             # Whether the model can be clipped, before any budget is spent: here rather than in the
             # first step, where dropout expects the rows of that step. Each rank takes a row of its
             # own, as in training: ranks that are fed the same one are warned of.
-            row = self._rows.rows([self._world.rank % self._rows.num_rows])["input_ids"]
-            with self._cast():
-                self._engine.check(row.to(self._world.device))
+            row = self._rows.rows([self._run.world.rank % self._rows.num_rows])["input_ids"]
+            with self._run.cast():
+                self._engine.check(row.to(self._run.world.device))
             yield
         finally:
             self._loader.abandon()
@@ -389,7 +384,7 @@ class PrivateRegime(Regime):
             found.append(key)
             return commitment
 
-        commitment, *_ = self._world.agree(find, when=self._world.is_main)
+        commitment = self._run.world.on_main(find)
         # What the other ranks bring to it is replaced by the main one's.
         others = rng.Key.from_seed(0) if run.is_replay else rng.Key.from_entropy()
         return (found[0] if found else others).agree(), commitment
@@ -442,7 +437,7 @@ class PrivateRegime(Regime):
     def facts(self, step: int) -> PrivacyFacts:
         """Return ε, now and then computed ahead, and what no ε covers."""
         found = self._engine.diagnostics()  # a collective
-        if self._world.is_main and step > self._epsilon_step:  # the others show nothing
+        if self._run.world.is_main and step > self._epsilon_step:  # the others show nothing
             self._look_ahead(step)
         return PrivacyFacts(
             epsilon=self._epsilon,
@@ -481,10 +476,7 @@ class PrivateRegime(Regime):
         """Return what was applied and spent."""
         privacy, ledger = self._privacy, self._engine.ledger
         assert self._noise_multiplier is not None
-        if_secret, *_ = self._world.agree(
-            partial(ledger.epsilon_if_secret, privacy.delta), when=self._world.is_main
-        )
-        assert if_secret is not None
+        if_secret = self._run.world.on_main(partial(ledger.epsilon_if_secret, privacy.delta))
         return PrivacyResult(
             epsilon=math.inf if ledger.spending.num_seeded else if_secret,
             epsilon_if_secret=if_secret,

@@ -193,9 +193,7 @@ def check_replay(config: ReplayConfig, num_ranks: int) -> tuple[TrainConfig, tup
 
 def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
     with ExitStack() as stack:
-        checked, *_ = world.agree(partial(check_replay, asked, world.size), when=world.is_main)
-        assert checked is not None
-        config, (first, stop) = checked
+        config, (first, stop) = world.on_main(partial(check_replay, asked, world.size))
         mechanism = config.mechanism
         set_threads(mechanism, stack)
         model, train_rows, eval_rows, entropy = open_model(config, world, stack)
@@ -259,7 +257,7 @@ def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
         if asked.out is not None:
             parameters = {n: value.cpu() for n, value in full_parameters(model) if world.is_main}
             write = partial(write_counterfactual, Path(asked.out), result, model, parameters)
-            world.agree(write, when=world.is_main)
+            world.on_main(write)
         return result
 
 

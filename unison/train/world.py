@@ -98,6 +98,11 @@ class World:
                 raise met
         return [result for result, _ in outcomes]
 
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Run `work` on the main rank and return its result on all; see `agree`."""
+        result, *_ = self.agree(work, when=self.is_main)
+        return result  # type: ignore[return-value]
+
 
 def pick_device(name: str, local_rank: int) -> torch.device:
     """Turn `"auto"`, `"cpu"` or `"cuda"` into this rank's device."""
