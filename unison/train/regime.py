@@ -24,24 +24,9 @@ from torch.utils.data import DataLoader
 
 import unison
 from unison import check, rng
+from unison import privacy as dp
 from unison.data import IGNORE_INDEX
 from unison.errors import BadInput
-from unison.privacy import (
-    LEDGER_FILE,
-    Budget,
-    Poisson,
-    PrivacyEngine,
-    PrivateLoader,
-    Sampling,
-    Session,
-    Shuffled,
-    TruncatedPoisson,
-    commit_to_data,
-    epsilon_if_secret,
-    noise_multiplier_for,
-    read_ledger,
-    sampling_for,
-)
 from unison.run_files import PrivacyResult, read_config
 from unison.schema import short
 from unison.train.step import Batch, mean_over_targets
@@ -184,16 +169,16 @@ class PrivateRegime(Regime):
         config, rows = run.config, run.train_rows
         assert config.mechanism.privacy is not None
         self._privacy = config.mechanism.privacy
-        self._sampling = sampling_for(self._privacy, config.mechanism.batch_size, rows.num_rows)
-        self._ledger_path = Path(config.output.folder) / LEDGER_FILE
-        self._engine = PrivacyEngine(
+        self._sampling = dp.sampling_for(self._privacy, config.mechanism.batch_size, rows.num_rows)
+        self._ledger_path = Path(config.output.folder) / dp.LEDGER_FILE
+        self._engine = dp.PrivacyEngine(
             accountant=self._privacy.accountant,
             secure_noise=self._privacy.secure_noise,
             ledger=None if run.is_replay else self._ledger_path,
         )
         self._record_key: rng.Key | None = None
         self._state: Mapping[str, Any] | None = None
-        self._loader: PrivateLoader | None = None
+        self._loader: dp.PrivateLoader | None = None
         self._noise_multiplier = self._privacy.noise_multiplier
         self._epsilon, self._epsilon_step = math.inf, 0
 
@@ -216,7 +201,7 @@ class PrivateRegime(Regime):
         elif self._privacy.epsilon is not None:
             # One rank computes for all: it takes seconds of a core.
             of_budget = partial(
-                noise_multiplier_for,
+                dp.noise_multiplier_for,
                 target_epsilon=self._privacy.epsilon,
                 target_delta=self._privacy.delta,
                 sampling=self._sampling,
@@ -233,14 +218,14 @@ class PrivateRegime(Regime):
             BadInput: If they, or the salt, are not those of before.
         """
         path, salt = self._ledger_path, self._config.output.data_salt
-        sessions = read_ledger(path).sessions if path.is_file() else []
+        sessions = dp.read_ledger(path).sessions if path.is_file() else []
         known = {each.commitment for each in sessions} - {None}
         if salt is None or not known:
             return False
         found = None
         if Path(salt).exists():  # none is made now
-            session = Session(num_records=self._rows.num_rows)
-            found = commit_to_data(session, salt=salt, data_id=self._rows.digest(), ledger=path)
+            session = dp.Session(num_records=self._rows.num_rows)
+            found = dp.commit_to_data(session, salt=salt, data_id=self._rows.digest(), ledger=path)
         if found is None or found.commitment not in known:
             raise BadInput(
                 f"the rows of this run, or the salt {salt}, have changed: {path} commits to "
@@ -291,10 +276,10 @@ class PrivateRegime(Regime):
         mechanism, privacy = self._config.mechanism, self._privacy
         is_ordered = mechanism.reducer == "ordered"
         assert self._noise_multiplier is not None  # of `prepare`
-        is_shuffled, salt = isinstance(self._sampling, Shuffled), self._config.output.data_salt
+        is_shuffled, salt = isinstance(self._sampling, dp.Shuffled), self._config.output.data_salt
         budget = None
         if privacy.epsilon is not None and not self._run.is_replay:  # which spends nothing
-            budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta, steps=mechanism.steps)
+            budget = dp.Budget(epsilon=privacy.epsilon, delta=privacy.delta, steps=mechanism.steps)
         key, commitment = self._kept_key()
         if not privacy.secure_noise:
             self._record_key = rng.Key.from_seed(mechanism.seed).child("record")
@@ -366,7 +351,7 @@ class PrivateRegime(Regime):
             key, commitment = rng.open_sealed_key(
                 path, passphrase, data, is_reproducible=run.is_replay
             )
-            sessions = read_ledger(self._ledger_path).sessions
+            sessions = dp.read_ledger(self._ledger_path).sessions
             if commitment not in {each.key_commitment for each in sessions}:
                 raise BadInput(
                     f"{path} holds the key of another run: {self._ledger_path} commits to none "
@@ -403,7 +388,7 @@ class PrivateRegime(Regime):
         Raises:
             BadInput: If the file does not count the step before.
         """
-        found, last = read_ledger(self._ledger_path), state["loader"]["next_step"] - 1
+        found, last = dp.read_ledger(self._ledger_path), state["loader"]["next_step"] - 1
         if all(each.step != last for each in found.releases):
             raise BadInput(f"{found.path} does not count step {last}, which was taken")
         head = asdict(found.whole_head)
@@ -456,7 +441,7 @@ class PrivateRegime(Regime):
         spending = self._engine.ledger.spending.copy()
         for ahead in range(step, self._epsilon_step):  # the engine counts steps from 0
             spending.add(self._engine.mechanism.release(ahead))
-        epsilon = epsilon_if_secret(spending, self._privacy.delta, self._privacy.accountant)
+        epsilon = dp.epsilon_if_secret(spending, self._privacy.delta, self._privacy.accountant)
         self._epsilon = min(epsilon, self._privacy.epsilon or math.inf)  # the budget's guard
 
     def recorded(self, step: int, rows: str, loss: float) -> dict[str, Any]:
@@ -496,18 +481,18 @@ class PrivateRegime(Regime):
         )
 
 
-def in_words(sampling: Sampling) -> str:
+def in_words(sampling: dp.Sampling) -> str:
     """A sampling as a person reads it.
 
-    >>> in_words(Poisson(rate=0.0125))
+    >>> in_words(dp.Poisson(rate=0.0125))
     'Poisson, q = 0.0125'
     """
     match sampling:
-        case Poisson(rate=rate):
+        case dp.Poisson(rate=rate):
             return f"Poisson, q = {rate:.4g}"
-        case TruncatedPoisson(rate=rate, capacity=capacity):
+        case dp.TruncatedPoisson(rate=rate, capacity=capacity):
             return f"Poisson, q = {rate:.4g}, at most {capacity:,} rows"
-        case Shuffled():
+        case dp.Shuffled():
             return "shuffled, no amplification"
         case other:
             raise AssertionError(f"no words for {other!r}")

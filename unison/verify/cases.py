@@ -375,35 +375,27 @@ def run_case(
 
 def sharded(model: nn.Module, case: Case) -> nn.Module:
     """Lay a model on the ranks."""
-    options: dict[str, Any] = {"reducer": case.reducer, "gradient_divisor": 1}
     size = dist.get_world_size() if dist.is_initialized() else 1
-    match case.shard:
-        case "none":
-            return model
-        case "ddp":
-            return nn.parallel.DistributedDataParallel(model)
-        case "zero3":
-            return shard.auto_shard(model, **options)
-        case "zero2":
-            return shard.auto_shard(model, reshard_after_forward=False, **options)
-        case "root":
-            return shard.fully_shard(model, **options)
-        case "hybrid":
-            shape = (2, size // 2) if size % 2 == 0 else (1, size)
-            names = ("replicate", "shard")
-            mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
-            return shard.auto_shard(model, mesh=mesh, **options)
-        case "fsdp2":
-            from torch.distributed import fsdp
+    if case.shard == "none":
+        return model
+    if case.shard == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if case.shard == "fsdp2":
+        from torch.distributed import fsdp
 
-            mesh = dist.init_device_mesh("cpu", (size,))
-            for block in shard.find_blocks(model):
-                fsdp.fully_shard(block, mesh=mesh)
-            fsdp.fully_shard(model, mesh=mesh)
-            if case.reducer == "ordered" and case.training != "private":
-                shard.use_ordered_reduction(model)
-            return model
-    raise AssertionError(case.shard)
+        mesh = dist.init_device_mesh("cpu", (size,))
+        for part in (*shard.find_blocks(model), model):
+            fsdp.fully_shard(part, mesh=mesh)
+        if case.reducer == "ordered" and case.training != "private":
+            shard.use_ordered_reduction(model)
+        return model
+    options: dict[str, Any] = {"reshard_after_forward": case.shard != "zero2"}
+    if case.shard == "hybrid":
+        shape = (2, size // 2) if size % 2 == 0 else (1, size)
+        names = ("replicate", "shard")
+        options["mesh"] = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    lay = shard.fully_shard if case.shard == "root" else shard.auto_shard
+    return lay(model, reducer=case.reducer, gradient_divisor=1, **options)
 
 
 def _one_by_one(rows: Batch) -> Any:
