@@ -161,40 +161,36 @@ def say_end(console: Console, config: TrainConfig, result: run_files.TrainResult
 def result_table(result: run_files.TrainResult, num_planned: int) -> Table:
     """What a run came to; of a private one with what it spent, in at most 80 columns."""
     privacy = result.privacy
+    losses = {
+        "eval loss": (result.eval_loss_before, result.eval_loss_after),
+        "train loss": (result.train_loss_before, result.train_loss_after),
+    }
     if privacy is None:
         table = Table(box=None, pad_edge=False)
         table.add_column("nats per token")
         table.add_column("before", justify="right")
         table.add_column("after", justify="right")
-        for name, before, after in (
-            ("train loss", result.train_loss_before, result.train_loss_after),
-            ("eval loss", result.eval_loss_before, result.eval_loss_after),
-        ):
-            table.add_row(name, *("" if x is None else f"{x:.4f}" for x in (before, after)))
+        for name in reversed(losses):
+            table.add_row(name, *("" if x is None else f"{x:.4f}" for x in losses[name]))
         table.add_row("unigram entropy", f"{result.unigram_entropy:.4f}", "", style="dim")
         return table
     table = Table(box=box.ROUNDED, show_header=False)
     table.add_column(style="bold")
     table.add_column()
-
-    def add_loss(name: str, before: float | None, after: float | None, note: str) -> None:
+    notes = {"eval loss": "held-out records, not covered by ε", "train loss": "not covered by ε"}
+    for name, (before, after) in losses.items():
         first = "–" if before is None else f"{before:.4f}"
-        table.add_row(name, f"{first} → [bold]{after:.4f}[/]  [dim]{note}[/]")
-
-    held_out = "held-out records, not covered by ε"
-    add_loss("eval loss", result.eval_loss_before, result.eval_loss_after, held_out)
-    if result.train_loss_after is not None:
-        covered = "not covered by ε"
-        add_loss("train loss", result.train_loss_before, result.train_loss_after, covered)
+        if after is not None:
+            table.add_row(name, f"{first} → [bold]{after:.4f}[/]  [dim]{notes[name]}[/]")
     table.add_row("unigram entropy", f"{result.unigram_entropy:.4f}  [dim]held-out rows[/]")
     table.add_section()
     allowed = "" if privacy.target_epsilon is None else f", of {privacy.target_epsilon:g} allowed"
-    by = f"by {privacy.accountant.upper()}"
+    said = f"{allowed}, by {privacy.accountant.upper()}"
     if privacy.epsilon == math.inf:
         table.add_row("ε spent", "[bold red]infinite[/]: the noise came from a seed")
-        table.add_row("ε if secret", f"{privacy.epsilon_if_secret:.3f}{allowed}, {by}")
+        table.add_row("ε if secret", f"{privacy.epsilon_if_secret:.3f}{said}")
     else:
-        table.add_row("ε spent", f"[bold green]{privacy.epsilon:.3f}[/]{allowed}, {by}")
+        table.add_row("ε spent", f"[bold green]{privacy.epsilon:.3f}[/]{said}")
     table.add_row("δ", f"{privacy.delta:g}")
     table.add_row("noise multiplier σ", f"{privacy.noise_multiplier:.4g}")
     table.add_row("clip norm C", f"{privacy.max_grad_norm:g}, {privacy.clip_rule}")

@@ -236,21 +236,19 @@ class Tracer:
                 for key in ("lr", "betas", "eps", "momentum", "weight_decay"):
                     if key in group:
                         name = f"{key} of group {number}"
-                        self._see_whole("settings", name, _number(group[key]))
+                        self._see("settings", name, _number(group[key]))
             for owned in self._params:
-                if owned.parameter.grad is None:
-                    continue
-                self._see_part("gradients", owned, owned.gradient())
+                if owned.parameter.grad is not None:
+                    self._see("gradients", owned.name, owned.gradient(), owned)
 
     def _see_step(self, *_: Any) -> None:
         """The optimizer has stepped, if there was a gradient: the logical batch was complete."""
-        has_gradients = any(owned.parameter.grad is not None for owned in self._params)
-        if not has_gradients:
+        if all(owned.parameter.grad is None for owned in self._params):
             return
         with _unseen():
             if self._loss is not None:
                 value = torch.tensor(self._loss, dtype=torch.float32)
-                self._see_whole("loss", "loss", value)
+                self._see("loss", "loss", value)
             if self._private is not None:
                 norms = self._private.norms()  # a collective; every rank has those of all samples
                 if self._adapter.everyone.rank == 0:
@@ -263,12 +261,12 @@ class Tracer:
                             name = f"{layer['layer']['name']}: {key}"
                             is_factor = not key.startswith("graft")
                             rung = "curvature" if is_factor else "optimizer state"
-                            self._see_whole(rung, name, each)
+                            self._see(rung, name, each)
             for owned in self._params:
                 for key, value in self._optimizer.state.get(owned.parameter, {}).items():
                     if isinstance(value, Tensor) and value.dim():
                         name = f"{owned.name}: {key}"
-                        self._see_part("optimizer state", owned, _local(value), name)
+                        self._see("optimizer state", name, _local(value), owned)
             self._see_parameters("updated parameters")
         self._flush()
         self._step, self._loss = self._step + 1, None
@@ -287,7 +285,8 @@ class Tracer:
     def see_sum(self, piece: nn.Parameter, part: Tensor) -> None:
         """See this rank's part of the sum over ranks, divided [elements]."""
         with _unseen():
-            self._see_part("gradients after reduction", self._by_piece[id(piece)], part)
+            owned = self._by_piece[id(piece)]
+            self._see("gradients after reduction", owned.name, part, owned)
 
     # --- `StepObserver` of private training ------------------------------------------------------
 
@@ -341,13 +340,13 @@ class Tracer:
         }
         with _unseen():
             for name, value in applied.items():
-                self._see_whole("settings", name, _number(value))
+                self._see("settings", name, _number(value))
             for owned, total in totals:
                 values = self._totals[owned.name] = grid.values(total).reshape(-1)
                 digests = quantities.block_digests(
                     total, quantities.Elements.of(owned), is_linear=True
                 )
-                self._see_part("gradients after reduction", owned, values, digests=digests)
+                self._see("gradients after reduction", owned.name, values, owned, digests)
 
     def see_noisy(
         self, gradients: Iterable[tuple[ShardedParam, Tensor]]
@@ -359,7 +358,7 @@ class Tracer:
                 if total is not None:
                     local = _local(gradient).detach().reshape(-1)
                     noise = local.double() * self._divisor - total
-                    self._see_part("noise", owned, noise)
+                    self._see("noise", owned.name, noise, owned)
             yield owned, gradient
 
     # --- what is kept ----------------------------------------------------------------------------
@@ -405,33 +404,19 @@ class Tracer:
         part.blocks[key] = part.blocks.get(key, 0) + digests
         self._add_values(rung, name, part, key, index, value)
 
-    def _see_part(
-        self,
-        rung: str,
-        owned: ShardedParam,
-        value: Tensor,
-        name: str | None = None,
-        digests: np.ndarray | None = None,
-    ) -> None:
-        """See this rank's part of something that lies as a parameter does."""
-        index = quantities.Elements.of(owned)
-        self._see_elements(rung, name or owned.name, owned.shape, index, value, digests)
-
-    def _see_whole(self, rung: str, name: str, value: Tensor) -> None:
-        self._see_elements(
-            rung, name, tuple(value.shape), quantities.Elements.all(value.numel()), value
-        )
-
-    def _see_elements(
+    def _see(
         self,
         rung: str,
         name: str,
-        shape: Sequence[int],
-        index: quantities.Elements,
         value: Tensor,
+        owned: ShardedParam | None = None,
         digests: np.ndarray | None = None,
     ) -> None:
-        part, key = self._part(rung, name, shape, value), ("part", None, index)
+        """See a whole tensor, or this rank's part of something that lies as a parameter does."""
+        whole = quantities.Elements.all(value.numel())
+        index = whole if owned is None else quantities.Elements.of(owned)
+        part = self._part(rung, name, value.shape if owned is None else owned.shape, value)
+        key = ("part", None, index)
         part.blocks[key] = quantities.block_digests(value, index) if digests is None else digests
         part.squares[key] = float(value.detach().double().square().sum())
         self._add_values(rung, name, part, key, index, value)
@@ -442,7 +427,7 @@ class Tracer:
     def _see_parameters(self, rung: str, *, others: bool = False) -> None:
         with _unseen():
             for owned in self._params:
-                self._see_part(rung, owned, owned.local.detach())
+                self._see(rung, owned.name, owned.local.detach(), owned)
             if not others:
                 return
             root = self._adapter.module
@@ -450,10 +435,10 @@ class Tracer:
             for path, value in frozen.items():
                 if not value.requires_grad:
                     whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-                    self._see_whole(rung, canonical_name(path), whole)
+                    self._see(rung, canonical_name(path), whole)
             for path, value in root.named_buffers():
                 if self._adapter.everyone.rank == 0 and value.numel():
-                    self._see_whole(rung, canonical_name(path), value)
+                    self._see(rung, canonical_name(path), value)
 
     def _see_rows(self, rung: str, name: str, value: Tensor, granule: int | None = None) -> None:
         """See a tensor of which each row is a sample's, if it is one."""
