@@ -29,7 +29,7 @@ from unison import run_files, shard
 from unison.config import MAX_LOCAL_RANKS, MechanismConfig, TrainConfig
 from unison.errors import BadInput, UnisonError
 from unison.privacy import LEDGER_FILE
-from unison.schema import build, cut, is_a, read_json, short
+from unison.schema import build, cut, differing, is_a, read_json, short
 from unison.train.run_folder import COVERED, checkpoints_of, num_counted_steps, settle
 from unison.train.world import GRACE_SECONDS, after_stop_signal
 
@@ -328,7 +328,7 @@ def resumed_config(
         BadInput: If the mechanism would change, naming every setting that differs.
     """
     check_resumable(run)
-    saved = run_files.read_config(run).settings
+    saved = run_files.read_config(run)
     given = set(given) | ({"replicas"} if "shard" in given else set())  # it is a part of how
     before = _flat(saved.mechanism)
     after = _flat(asked.mechanism) | dict(parts or {})
@@ -381,8 +381,7 @@ def check_same_rows(run: Path, rows: dict[str, Any]) -> None:
         known = {"sha256": found["sha256"]} | known  # an older unison wrote no hash
         changes = [
             f"{name} was {short(known.get(name))}, now it is {short(found.get(name))}"
-            for name in sorted(known.keys() | found.keys())
-            if known.get(name) != found.get(name)
+            for name in differing(known, found)
         ]
         if changes:
             raise BadInput(

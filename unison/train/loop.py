@@ -36,7 +36,7 @@ from unison.models import LanguageModel, ModelConfig, build, count_parameters, p
 from unison.privacy import BudgetSpent
 from unison.replay import StepRecord, StepRecorder, open_record
 from unison.rng import Key
-from unison.schema import cut
+from unison.schema import cut, differing
 from unison.shard import find_blocks, full_parameters
 from unison.train import checkpoint, report, run_folder
 from unison.train.regime import PrivateRegime, Regime
@@ -538,7 +538,7 @@ class Run:
         """What bits depend on besides the settings, and is not as it was when the run began."""
         before = run_files.read_config(Path(self.config.output.folder)).fingerprint
         now = json.loads(json.dumps(report.fingerprint(self)))
-        return [n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)]
+        return differing(before, now)
 
     def evaluate_held_out(self) -> None:
         """Measure, record and show the loss on the held-out rows."""
