@@ -468,21 +468,13 @@ def _run_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _sampling_words(fields: dict[str, Any]) -> str:
-    match fields["kind"]:
-        case "poisson":
-            return f"Poisson, q = {fields['rate']:.6g}"
-        case "truncated":
-            return (
-                f"Poisson, q = {fields['rate']:.6g}, at most {fields['capacity']:,} of "
-                f"{fields['num_records']:,} records"
-            )
-        case "shuffled":
-            return (
-                f"shuffled, batches of {fields['batch_size']:,} of {fields['num_records']:,} "
-                "records, no amplification"
-            )
-        case kind:
-            raise AssertionError(kind)
+    if fields["kind"] == "shuffled":
+        sizes = f"{fields['batch_size']:,} of {fields['num_records']:,}"
+        return f"shuffled, batches of {sizes} records, no amplification"
+    said = f"Poisson, q = {fields['rate']:.6g}"
+    if fields["kind"] == "truncated":
+        said += f", at most {fields['capacity']:,} of {fields['num_records']:,} records"
+    return said
 
 
 def _epsilon_words(value: float | None) -> str:

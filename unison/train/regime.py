@@ -492,7 +492,4 @@ def in_words(sampling: dp.Sampling) -> str:
             return f"Poisson, q = {rate:.4g}"
         case dp.TruncatedPoisson(rate=rate, capacity=capacity):
             return f"Poisson, q = {rate:.4g}, at most {capacity:,} rows"
-        case dp.Shuffled():
-            return "shuffled, no amplification"
-        case other:
-            raise AssertionError(f"no words for {other!r}")
+    return "shuffled, no amplification"

@@ -30,15 +30,11 @@ ADAM_BETAS = (0.9, 0.95)
 def make_optimizer(model: nn.Module, mechanism: MechanismConfig) -> Optimizer:
     """Make the optimizer; norm gains and biases (one dimension) are not decayed."""
     groups = unison.param_groups(model, mechanism.weight_decay)
-    match mechanism.optimizer:
-        case "adamw":
-            return AdamW(groups, lr=mechanism.lr, betas=ADAM_BETAS)
-        case "sgd":
-            # Where K-FAC has Adam's length, its step is made of averaged gradients already.
-            is_averaged = mechanism.kfac is not None and mechanism.kfac.graft == "adam"
-            return SGD(groups, lr=mechanism.lr, momentum=0.0 if is_averaged else 0.9)
-        case other:
-            raise AssertionError(f"no rule for the optimizer {other!r}")
+    if mechanism.optimizer == "adamw":
+        return AdamW(groups, lr=mechanism.lr, betas=ADAM_BETAS)
+    # SGD. Where K-FAC has Adam's length, its step is made of averaged gradients already.
+    is_averaged = mechanism.kfac is not None and mechanism.kfac.graft == "adam"
+    return SGD(groups, lr=mechanism.lr, momentum=0.0 if is_averaged else 0.9)
 
 
 def make_schedule(optimizer: Optimizer, mechanism: MechanismConfig) -> LRScheduler:
@@ -57,15 +53,9 @@ def lr_factor(step: int, mechanism: MechanismConfig) -> float:
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, mechanism.steps - warmup)
-    match mechanism.schedule:
-        case "constant":
-            return 1.0
-        case "linear":
-            return 1 - progress
-        case "cosine":
-            return 0.5 * (1 + math.cos(math.pi * progress))
-        case other:
-            raise AssertionError(f"no rule for the schedule {other!r}")
+    if mechanism.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - progress if mechanism.schedule == "linear" else 1.0
 
 
 def settings_of(config: TrainConfig) -> unison.KFACConfig:
