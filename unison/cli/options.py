@@ -24,8 +24,8 @@ def documented(
 ) -> Callable[[Command], Command]:
     """Let typer make options of a function's parameters, with the help in its docstring's `Args:`.
 
-    Parameters before `*` become arguments, those after it options; one that the docstring does not
-    name stays as it is.
+    Parameters before `*` become arguments, those after it options. The docstring names all of them
+    but the context.
 
     Args:
         groups: Dataclasses whose fields, as far as panels name them, are options besides.
@@ -34,7 +34,7 @@ def documented(
         details: More of `typer.Option`, by parameter; `names` are those on the command line.
     """
     titles = {n: title for title, listed in (panels or {}).items() for n in listed.split()}
-    order = list(titles)
+    order, rest = list(titles), Parameter.VAR_KEYWORD
 
     def decorate(function: Command) -> Command:
         text, own = inspect.getdoc(function) or "", inspect.signature(function, eval_str=True)
@@ -52,12 +52,12 @@ def documented(
         parameters |= own.parameters
         made = []
         for name, parameter in parameters.items():
-            if name in helps and (name in own.parameters or name in titles):
+            if parameter.annotation is typer.Context:
+                made.append(parameter)
+            elif name in titles or (name in own.parameters and parameter.kind is not rest):
                 more = {"help": helps[name], "rich_help_panel": titles.get(name)}
                 more |= details.get(name, {})
                 made.append(_for_typer(parameter, more, (choices or {}).get(name, ())))
-            elif name in own.parameters and parameter.kind is not Parameter.VAR_KEYWORD:
-                made.append(parameter)
         made.sort(key=lambda each: order.index(each.name) if each.name in titles else -1)
         function.__doc__ = text.partition("\nArgs:\n")[0]
         function.__signature__ = own.replace(parameters=made)  # type: ignore[attr-defined]
