@@ -13,6 +13,7 @@ token of the stream but the first is a target exactly once and no token is store
 
 import copy
 import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -401,25 +402,23 @@ def build_rows(
 
 def _tokenised(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[tuple[int, Piece, np.ndarray]]:
     """Tokenise the corpus batch by batch, and number its documents."""
-    index = 0
-    for batch in _batches(corpus.pieces()):
+    index, pieces = 0, iter(corpus.pieces())
+    while batch := _next_batch(pieces):
         encoded = tokenizer.encode_batch([piece.text for piece in batch])
         for piece, tokens in zip(batch, encoded, strict=True):
             yield index, piece, tokens
             index += piece.ends_document
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def _next_batch(pieces: Iterator[Piece]) -> list[Piece]:
     batch: list[Piece] = []
     num_characters = 0
-    for piece in pieces:
+    for piece in itertools.islice(pieces, _BATCH_PIECES):
         batch.append(piece)
         num_characters += len(piece.text)
-        if num_characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
+        if num_characters >= _BATCH_CHARACTERS:
+            break
+    return batch
 
 
 class RowWriter:
