@@ -143,12 +143,14 @@ def folder_of(file: str) -> str:
 
 
 def published(package: str, root: Path) -> set[str]:
-    """Return the names in `__all__` of a package's `__init__.py`."""
+    """Return the names that a package's `__init__.py` has in `__all__`, or else imports."""
     init = root.joinpath(*package.split("."), "__init__.py")
-    for node in ast.parse(init.read_text()).body if init.exists() else []:
+    body = ast.parse(init.read_text()).body if init.exists() else []
+    for node in body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
-    return set()
+    imports = [node for node in body if isinstance(node, ast.ImportFrom)]
+    return {each.asname or each.name for node in imports for each in node.names}
 
 
 def violations(root: Path) -> list[str]:

@@ -16,8 +16,6 @@ from typing import Any
 from unison import check
 from unison.errors import BadInput
 
-OPTIMIZERS = ("adamw", "sgd")
-SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("fp32", "bf16")
 LAYOUTS = ("packed", "documents")
 LONG_DOCUMENTS = ("error", "truncate")
@@ -34,8 +32,6 @@ CLIP_RULES = ("flat", "automatic", "per_layer")
 SAMPLINGS = ("poisson", "truncated", "shuffled")
 ACCOUNTANTS = ("pld", "rdp", "odometer")
 FISHERS = ("mc", "empirical", "exact", "forward")
-GRAFTS = ("adam", "sgd", "none")
-DAMPING_FORMS = ("pi", "factored", "joint")
 
 
 MAX_COUNT = 2**53  # up to which floats count
@@ -44,17 +40,17 @@ MAX_THREADS, MAX_LOCAL_RANKS = 4096, 1024  # beyond what any machine has; some c
 CHOICES = {
     "layout": LAYOUTS,
     "long_documents": LONG_DOCUMENTS,
-    "optimizer": OPTIMIZERS,
-    "schedule": SCHEDULES,
+    "optimizer": ("adamw", "sgd"),
+    "schedule": ("cosine", "linear", "constant"),
     "precision": PRECISIONS,
     "reducer": REDUCERS,
     "clipping": CLIPPINGS,
     "clip_rule": CLIP_RULES,
     "sampling": SAMPLINGS,
     "accountant": ACCOUNTANTS,
-    "damping_form": DAMPING_FORMS,
+    "damping_form": ("pi", "factored", "joint"),
     "fisher": FISHERS,
-    "graft": GRAFTS,
+    "graft": ("adam", "sgd", "none"),
     "shard": SHARDINGS,
     "device": DEVICES,
 }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from unison.config import Execution, MechanismConfig, Output, TrainConfig
+from unison.config import TrainConfig
 from unison.errors import BadInput, CheckpointFailed
 from unison.schema import build, cut, is_a, parse, read_bytes, read_json, short
 
@@ -31,13 +31,10 @@ _TENSOR = "__tensor__"  # marks the place of one in a state that `write_state` w
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedConfig:
-    """What config.json holds.
+class SavedConfig(TrainConfig):
+    """What config.json holds: the settings with which the run began, and what they came to.
 
     Attributes:
-        mechanism: What is computed.
-        execution: How it was, when the run began.
-        output: What is written.
         model: Fields of the model's config.
         fingerprint: What the bits depend on besides; see `unison.fingerprint`.
         rows: What is known of the data, to notice that it changed.
@@ -45,22 +42,10 @@ class SavedConfig:
             started again, and then go on.
     """
 
-    mechanism: MechanismConfig
-    execution: Execution
-    output: Output
     model: dict[str, Any]
     fingerprint: dict[str, Any]
     rows: dict[str, Any]
     launch: str | None = None
-
-    @property
-    def settings(self) -> TrainConfig:
-        """The settings of the run.
-
-        Raises:
-            BadInput: If they do not go together.
-        """
-        return TrainConfig(mechanism=self.mechanism, execution=self.execution, output=self.output)
 
 
 def read_config(run: Path) -> SavedConfig:

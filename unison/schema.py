@@ -227,6 +227,11 @@ def cut(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:300]}…"
 
 
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The names whose values are not the same in both."""
+    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+
+
 def version_of(package: str) -> str | None:
     """Return the version of an installed package, for files to say; None if it is not installed."""
     try:

@@ -11,8 +11,9 @@ import torch
 
 from unison.cli import app
 from unison.models import load
+from unison.run_files import read_metrics
 from unison.train import loop
-from unison.train.run_folder import plot_losses, read_metrics
+from unison.train.run_folder import plot_losses
 
 FAST = ["--steps", "3", "--batch-size", "4", "--row-length", "32", "--eval-rows", "8"]
 FAST += ["--num-layers", "1"]

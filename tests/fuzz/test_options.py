@@ -105,10 +105,10 @@ def ends_well(args: list[str], folder: Path, *, quick: bool = False) -> None:
             lambda work, config, num_ranks: stop(config),
         )
         if quick:
-            account = sys.modules["unison.cli.account"]
+            privacy = sys.modules["unison.cli.account"].privacy
             for name in ("epsilon_for", "noise_multiplier_for", "steps_for"):
-                counted = getattr(account, name)
-                patch.setattr(account, name, lambda f=counted, **given: f(**given | RDP))
+                counted = getattr(privacy, name)
+                patch.setattr(privacy, name, lambda f=counted, **given: f(**given | RDP))
         with in_time(args), pytest.raises(SystemExit) as left:
             main()
     said = err.getvalue()

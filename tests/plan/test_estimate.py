@@ -116,11 +116,12 @@ def test_a_gpu_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("memory_gib: 3", "must give"),
-        ("[1, 2]", "must give"),
+        ("memory_gib: 3", "bf16_tflops is missing"),
+        ("memory: 3", "has a field 'memory', unknown"),
+        ("[1, 2]", r"must be an object, found \[1, 2\]"),
         ("{", "is not YAML"),
-        (GPU_FILE + "per_machine: 2.5\n", "per_machine of a GPU must be a whole number"),
-        (GPU_FILE + "name: [1]\n", "name of a GPU must be text"),
+        (GPU_FILE + "per_machine: 2.5\n", "bad.yaml: per_machine must be a whole number"),
+        (GPU_FILE + "name: [1]\n", "bad.yaml: name must be a text"),
         (GPU_FILE + 'name: "a\\nb"\n', "name of a GPU must be one line of text"),
         (GPU_FILE.replace("10", ".inf"), "must be finite"),
         (GPU_FILE.replace("10", "ten"), "must be a number, found 'ten'"),

@@ -13,10 +13,9 @@ from unison.config import Kfac, MechanismConfig, TrainConfig
 from unison.errors import BadInput, Diverged
 from unison.kfac import KFACConfig
 from unison.kfac.labels import MOST_EXACT as KNOWN_MOST_EXACT
+from unison.run_files import read_metrics, read_state, write_state
 from unison.train import TrainResult, checkpoint, resumed_config, run_on_local_ranks, train
-from unison.train.checkpoint import read_state, write_state
 from unison.train.loop import MOST_EXACT, check_before_launch
-from unison.train.run_folder import read_metrics
 from unison.train.step import ADAM_BETAS, settings_of
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -149,7 +148,7 @@ def test_what_does_not_go_on_with_its_own_curvature_is_refused(stopped, monkeypa
         threads.append(threading.current_thread().name)
         write_state(path, state)
 
-    monkeypatch.setattr(checkpoint, "write_state", write)
+    monkeypatch.setattr(checkpoint.run_files, "write_state", write)
     asked = stopped()
     assert threads == ["checkpoint"] * 3  # no step waits for the file
     run = Path(asked.output.folder)

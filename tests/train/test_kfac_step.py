@@ -15,7 +15,7 @@ from unison.models import build
 from unison.rng import Key
 from unison.shard import full_parameters
 from unison.shard.deal import take_mean_was_used
-from unison.train.step import ADAM_BETAS, NaturalGradient, make_optimizer, make_schedule, train_step
+from unison.train.step import ADAM_BETAS, make_optimizer, make_schedule, settings_of, train_step
 from unison.train.world import Parallel
 
 
@@ -36,18 +36,18 @@ def step_with_kfac(
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     parallel = Parallel(model, shard, reducer=reducer, world_size=world.size)
     optimizer = make_optimizer(model, mechanism)
-    transform = NaturalGradient(config, parallel, optimizer)
+    preconditioner = unison.KFAC(parallel.module, settings_of(config), optimizer)
     granule = 1 if reducer == "ordered" else None
-    with transform.attached():
-        train_step(
-            parallel,
-            optimizer,
-            make_schedule(optimizer, mechanism),
-            passes_of(batch, granule=granule, micro_batch=micro_batch),
-            step=1,
-            key=Key.from_seed(0),
-            transform=transform,
-        )
+    train_step(
+        parallel,
+        optimizer,
+        make_schedule(optimizer, mechanism),
+        passes_of(batch, granule=granule, micro_batch=micro_batch),
+        step=1,
+        key=Key.from_seed(0),
+        kfac=preconditioner,
+    )
+    preconditioner.detach()
     take_mean_was_used()  # FSDP2 does not ask; the next model in this process would
     after = dict(full_parameters(model))
     return {name: before[name] - after[name] for name in before}

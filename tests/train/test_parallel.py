@@ -12,9 +12,9 @@ from tests.train.test_step import CONFIG, evaluate, expected_gradient, step_on_r
 from unison.config import Execution, MechanismConfig, Output, TrainConfig
 from unison.errors import BadInput
 from unison.models import build, load
+from unison.run_files import read_metrics
 from unison.shard.deal import take_mean_was_used
 from unison.train import train
-from unison.train.run_folder import read_metrics
 from unison.train.world import Parallel
 
 

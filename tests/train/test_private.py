@@ -23,11 +23,11 @@ from unison.models import load
 from unison.privacy import epsilon_of, read_ledger, sampling_for
 from unison.privacy.accounting import ACCOUNTANTS as KNOWN_ACCOUNTANTS
 from unison.privacy.mechanism import CLIP_RULES as KNOWN_CLIP_RULES
+from unison.run_files import read_metrics
 from unison.train import resumed_config, train
 from unison.train.checkpoint import check_resumable
 from unison.train.regime import PrivacyFacts
 from unison.train.report import ProgressView
-from unison.train.run_folder import read_metrics
 
 
 def test_a_private_run_learns_within_its_budget(text, tmp_path):

@@ -10,8 +10,8 @@ from tests.train.private_runs import SEEDED, SMALL, TARGET, config_of
 from unison.config import Kfac, TrainConfig
 from unison.errors import BadInput, Diverged
 from unison.privacy import read_ledger
+from unison.run_files import read_metrics
 from unison.train import TrainResult, loop, resumed_config, run_on_local_ranks, train
-from unison.train.run_folder import read_metrics
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

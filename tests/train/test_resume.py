@@ -9,14 +9,9 @@ import pytest
 
 from unison.config import Execution, MechanismConfig, Output, TrainConfig
 from unison.errors import BadInput, Diverged
+from unison.run_files import read_metrics
 from unison.train import resumed_config, run_on_local_ranks, train
-from unison.train.run_folder import (
-    check_free,
-    checkpoints_of,
-    locked,
-    open_run_folder,
-    read_metrics,
-)
+from unison.train.run_folder import check_free, checkpoints_of, locked, open_run_folder
 
 
 def config_of(folder: Path, data: Path, **options) -> TrainConfig:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from unison.errors import BadInput, Diverged
+from unison.run_files import read_metrics
 from unison.train.checkpoint import check_resumable
 from unison.train.run_folder import (
     MANIFEST_FILE,
@@ -15,7 +16,6 @@ from unison.train.run_folder import (
     open_metrics,
     open_run_folder,
     plot_losses,
-    read_metrics,
 )
 
 

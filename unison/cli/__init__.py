@@ -1,5 +1,3 @@
 """The command line `unison`."""
 
 from unison.cli.app import main, run
-
-__all__ = ["main", "run"]

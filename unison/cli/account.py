@@ -1,6 +1,5 @@
 """`unison account`: what a run has spent, and what a plan would spend, as tables and a picture."""
 
-import inspect
 import json
 import math
 import warnings
@@ -10,29 +9,16 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from unison.cli.train import KEYWORD, REQUIRED, option, plain_values, signature, was_given
+from unison import privacy
+from unison.cli.options import documented, plain_values, spelling, was_given
 from unison.errors import BadInput, UnsupportedOperation
-from unison.privacy import (
-    LEDGER_FILE,
-    LedgerFile,
-    Poisson,
-    Sampling,
-    Shuffled,
-    TruncatedPoisson,
-    epsilon_for,
-    epsilon_if_secret,
-    epsilon_of,
-    noise_multiplier_for,
-    read_ledger,
-    steps_for,
-)
 from unison.train import chart
 
 ACCOUNTANTS = ("pld", "rdp")
@@ -49,60 +35,43 @@ _RANGES = {
 _NUM_POINTS = 8  # of a curve; an ε by PLD takes about a second
 _BAR_WIDTH = 32
 
-HELP: dict[str, dict[str, str]] = {
-    "A run": {
-        "ledger": "The same as naming one RUN.",
-        "same_data": "Add up runs that say they were trained on different data.",
-    },
-    "A plan: two of --epsilon, --noise-multiplier and --steps give the third": {
-        "epsilon": "ε that may be spent.",
-        "noise_multiplier": "σ: the noise's standard deviation over the clip norm.",
-        "steps": "Number of optimizer steps.",
-        "accountant": "Which one must meet --epsilon.",
-    },
-    "How a plan draws its records": {
-        "sample_rate": "Probability of each record at each step.",
-        "batch_size": "With --num-records, instead of --sample-rate: their quotient.",
-        "num_records": "Size of the data set, if it is public.",
-        "sampling": "truncated: Poisson, at most --capacity records. shuffled: fixed batches in "
-        "shuffled order, each epoch counted without amplification.",
-        "capacity": "Most records in a batch of truncated sampling.",
-    },
-    "Output": {
-        "plot": "Draw ε over the steps.",
-        "as_json": "Print one machine-readable object instead.",
-    },
+PANELS = {
+    "A run": "ledger same_data",
+    "A plan: two of --epsilon, --noise-multiplier and --steps give the third": """
+        epsilon noise_multiplier steps accountant
+    """,
+    "How a plan draws its records": "sample_rate batch_size num_records sampling capacity",
+    "Output": "plot as_json",
 }
-OF_PLANS = [name for panel in list(HELP)[1:3] for name in HELP[panel]]
-CHOICES = {"accountant": ACCOUNTANTS, "sampling": KINDS}  # the first one by default
-TYPES: dict[str, Any] = {"epsilon": float, "noise_multiplier": float, "sample_rate": float}
-TYPES |= {"same_data": bool, "as_json": bool, "ledger": Path, "plot": Path}  # others are numbers
-METAVARS = {"ledger": "FILE", "plot": "FILE.png"}
-RUNS = typer.Argument(
-    metavar="[RUN]...",
-    help="Ledgers, or folders of runs. What several have spent on one data set is added up: name "
-    "every one that was trained on it, tuning included.",
+OF_PLANS = [name for panel in list(PANELS)[1:3] for name in PANELS[panel].split()]
+
+
+@documented(
+    panels=PANELS,
+    choices={"accountant": ACCOUNTANTS, "sampling": KINDS},
+    runs={"metavar": "[RUN]..."},
+    ledger={"metavar": "FILE"},
+    plot={"metavar": "FILE.png"},
 )
-
-
-def _parameters() -> Iterator[inspect.Parameter]:
-    yield option("delta", float, REQUIRED, "--delta", help="δ, below 1 / number of records.")
-    runs = Annotated[list[Path] | None, RUNS]
-    yield inspect.Parameter("runs", KEYWORD, default=None, annotation=runs)
-    for panel, helps in HELP.items():
-        for name, text in helps.items():
-            kind, choices = TYPES.get(name, int), CHOICES.get(name, ())
-            default = False if kind is bool else next(iter(choices), None)
-            details = {"help": text, "rich_help_panel": panel, "metavar": METAVARS.get(name)}
-            kind = kind if kind is bool else kind | None
-            yield option(name, kind, default, _spelling(name), choices=choices, **details)
-
-
-def _spelling(name: str) -> str:
-    return "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
-
-
-def account(context: typer.Context, **options: Any) -> None:
+def account(
+    context: typer.Context,
+    runs: list[Path] | None = None,
+    *,
+    delta: float,
+    ledger: Path | None = None,
+    same_data: bool = False,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    steps: int | None = None,
+    accountant: str = "pld",
+    sample_rate: float | None = None,
+    batch_size: int | None = None,
+    num_records: int | None = None,
+    sampling: str = "poisson",
+    capacity: int | None = None,
+    plot: Path | None = None,
+    as_json: bool = False,
+) -> None:
     """Say what privacy a run has spent, or how much noise a plan needs.
 
     The ledger's chain of hashes is checked first; the exit code is 1 if lines were edited or
@@ -114,27 +83,42 @@ def account(context: typer.Context, **options: Any) -> None:
     unison account runs/tuning-* runs/notes --delta 1e-6
     unison account --epsilon 3 --delta 1e-6 --sample-rate 0.001 --steps 10000
     unison account --noise-multiplier 1 --delta 1e-6 --sample-rate 0.001 --steps 10000
+
+    Args:
+        runs: Ledgers, or folders of runs. What several have spent on one data set is added up: name
+            every one that was trained on it, tuning included.
+        delta: δ, below 1 / number of records.
+        ledger: The same as naming one RUN.
+        same_data: Add up runs that say they were trained on different data.
+        epsilon: ε that may be spent.
+        noise_multiplier: σ: the noise's standard deviation over the clip norm.
+        steps: Number of optimizer steps.
+        accountant: Which one must meet --epsilon.
+        sample_rate: Probability of each record at each step.
+        batch_size: With --num-records, instead of --sample-rate: their quotient.
+        num_records: Size of the data set, if it is public.
+        sampling: truncated: Poisson, at most --capacity records. shuffled: fixed batches in
+            shuffled order, each epoch counted without amplification.
+        capacity: Most records in a batch of truncated sampling.
+        plot: Draw ε over the steps.
+        as_json: Print one machine-readable object instead.
     """
-    given = SimpleNamespace(**plain_values(options))
-    plot = given.plot
     if plot is not None and plot.suffix.lower() != ".png":
         raise BadInput(f"--plot must name a .png file, found {plot}")
     with Console(stderr=True).status("asking dp-accounting"), _warnings_as_sentences():
-        named = [*(given.runs or ()), *([] if given.ledger is None else [given.ledger])]
+        named = [*(runs or ()), *([] if ledger is None else [ledger])]
         if named:
-            listed = [_spelling(name) for name in OF_PLANS if was_given(context, name)]
+            listed = ", ".join(spelling(name) for name in OF_PLANS if was_given(context, name))
             if listed:
-                others = ", ".join(listed)
-                raise BadInput(f"a ledger says by itself what was applied; leave {others} out")
+                raise BadInput(f"a ledger says by itself what was applied; leave {listed} out")
             if len(named) > 1 and plot is not None:
                 raise BadInput("--plot draws one run; leave it out, or name one")
-            has_curve = plot is not None
-            result = _account_runs(named, given.delta, has_curve, same_data=given.same_data)
+            result = _account_runs(named, delta, plot is not None, same_data=same_data)
         else:
-            result = _account_plan(given)
+            result = _account_plan(SimpleNamespace(**plain_values(context)))
     if plot is not None:
         _draw(result, plot)
-    if given.as_json:
+    if as_json:
         typer.echo(json.dumps(for_json(result), allow_nan=False))
     else:
         _show(Console(), result)
@@ -149,9 +133,6 @@ def account(context: typer.Context, **options: Any) -> None:
         raise typer.Exit(1)
 
 
-account.__signature__ = signature(_parameters())  # type: ignore[attr-defined]
-
-
 @contextmanager
 def _warnings_as_sentences() -> Iterator[None]:
     """Print each warning once, as one sentence and without a place in the code."""
@@ -162,7 +143,7 @@ def _warnings_as_sentences() -> Iterator[None]:
         typer.echo(f"unison: warning: {message}", err=True)
 
 
-def _sampling(given: SimpleNamespace) -> Sampling:
+def _sampling(given: SimpleNamespace) -> privacy.Sampling:
     """Return the sampling that the options describe."""
     rate, capacity = given.sample_rate, given.capacity
     size, records = given.batch_size, given.num_records
@@ -171,7 +152,7 @@ def _sampling(given: SimpleNamespace) -> Sampling:
             raise BadInput("shuffled batches have a fixed size; leave --sample-rate and --capacity")
         if size is None or records is None:
             raise BadInput("shuffled batches need --batch-size and --num-records")
-        return Shuffled(batch_size=size, num_records=records)
+        return privacy.Shuffled(batch_size=size, num_records=records)
     if rate is not None and size is not None:
         raise BadInput("--sample-rate and --batch-size say the same thing; give one of them")
     if rate is None:
@@ -183,10 +164,10 @@ def _sampling(given: SimpleNamespace) -> Sampling:
     if given.sampling == "poisson":
         if capacity is not None:
             raise BadInput("--capacity needs --sampling truncated")
-        return Poisson(rate=rate)
+        return privacy.Poisson(rate=rate)
     if capacity is None or records is None:
         raise BadInput("truncated sampling needs --capacity and --num-records")
-    return TruncatedPoisson(rate=rate, capacity=capacity, num_records=records)
+    return privacy.TruncatedPoisson(rate=rate, capacity=capacity, num_records=records)
 
 
 # ---- figures -------------------------------------------------------------------------------------
@@ -203,15 +184,15 @@ def _account_plan(given: SimpleNamespace) -> dict[str, Any]:
             asked = "epsilon"
         case (float(), None, int(steps)):
             asked = "noise_multiplier"
-            sigma = noise_multiplier_for(steps=steps, **target)
+            sigma = privacy.noise_multiplier_for(steps=steps, **target)
         case (float(), float(sigma), None):
             asked = "steps"
-            steps = steps_for(noise_multiplier=sigma, **target)
+            steps = privacy.steps_for(noise_multiplier=sigma, **target)
         case _:
             raise BadInput("give exactly two of --epsilon, --noise-multiplier and --steps")
     if steps < 1 and asked != "steps":
         raise BadInput(f"--steps must be above 0, found {steps}")
-    spent = partial(epsilon_for, noise_multiplier=sigma, delta=delta, **common)
+    spent = partial(privacy.epsilon_for, noise_multiplier=sigma, delta=delta, **common)
     curve = _curve(steps, lambda n, name: spent(steps=n, accountant=name))
     return {
         "asked": asked,
@@ -242,9 +223,9 @@ def _account_runs(
     result = {
         "delta": delta,
         "adjacency": spending.adjacency,
-        "epsilon": {n: _or_none(epsilon_of, spending, delta, n) for n in ACCOUNTANTS},
+        "epsilon": {n: _or_none(privacy.epsilon_of, spending, delta, n) for n in ACCOUNTANTS},
         "epsilon_if_secret": {
-            n: _or_none(epsilon_if_secret, spending, delta, n) for n in ACCOUNTANTS
+            n: _or_none(privacy.epsilon_if_secret, spending, delta, n) for n in ACCOUNTANTS
         },
         "seeded": spending.num_seeded,
         "why_infinite": why if spending.num_seeded else None,
@@ -256,13 +237,13 @@ def _account_runs(
         # Of seeded runs as well: infinity has no curve.
         result["curve"] = _curve(
             found[0].num_intents,
-            lambda n, name: epsilon_if_secret(found[0].spending_after(n), delta, name),
+            lambda n, name: privacy.epsilon_if_secret(found[0].spending_after(n), delta, name),
         )
     return _facts(found[0]) | result
 
 
-def _read(path: Path) -> LedgerFile:
-    found = read_ledger(path / LEDGER_FILE if path.is_dir() else path)
+def _read(path: Path) -> privacy.LedgerFile:
+    found = privacy.read_ledger(path / privacy.LEDGER_FILE if path.is_dir() else path)
     if found.malformed is not None:
         raise BadInput(f"{found.path} is no ledger: {found.malformed}")
     if not (found.sessions or found.problems):
@@ -270,13 +251,13 @@ def _read(path: Path) -> LedgerFile:
     return found
 
 
-def _link(found: list[LedgerFile], *, same_data: bool) -> tuple[list[list[str]], list[str]]:
+def _link(found: list[privacy.LedgerFile], *, same_data: bool) -> tuple[list[list[str]], list[str]]:
     """Ledgers that commit to the same data set, in groups; and those that nothing links.
 
     Raises:
         BadInput: If one ledger is named twice, or some commit to different data.
     """
-    twins: dict[str, LedgerFile] = {}
+    twins: dict[str, privacy.LedgerFile] = {}
     committed: dict[str, Path] = {}  # the first ledger with each commitment
     groups: dict[str | None, list[str]] = {}
     for each in found:
@@ -301,7 +282,7 @@ def _link(found: list[LedgerFile], *, same_data: bool) -> tuple[list[list[str]],
     return [group for group in groups.values() if len(group) > 1], unlinked
 
 
-def _facts(found: LedgerFile) -> dict[str, Any]:
+def _facts(found: privacy.LedgerFile) -> dict[str, Any]:
     def said(name: str) -> list[Any]:
         """What the sessions say, each once."""
         return list(dict.fromkeys(getattr(session, name) for session in found.sessions))
@@ -487,21 +468,13 @@ def _run_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _sampling_words(fields: dict[str, Any]) -> str:
-    match fields["kind"]:
-        case "poisson":
-            return f"Poisson, q = {fields['rate']:.6g}"
-        case "truncated":
-            return (
-                f"Poisson, q = {fields['rate']:.6g}, at most {fields['capacity']:,} of "
-                f"{fields['num_records']:,} records"
-            )
-        case "shuffled":
-            return (
-                f"shuffled, batches of {fields['batch_size']:,} of {fields['num_records']:,} "
-                "records, no amplification"
-            )
-        case kind:
-            raise AssertionError(kind)
+    if fields["kind"] == "shuffled":
+        sizes = f"{fields['batch_size']:,} of {fields['num_records']:,}"
+        return f"shuffled, batches of {sizes} records, no amplification"
+    said = f"Poisson, q = {fields['rate']:.6g}"
+    if fields["kind"] == "truncated":
+        said += f", at most {fields['capacity']:,} of {fields['num_records']:,} records"
+    return said
 
 
 def _epsilon_words(value: float | None) -> str:

@@ -9,7 +9,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -18,6 +17,7 @@ from rich.table import Table
 import unison
 from unison.cli.account import account
 from unison.cli.finetune import export, finetune, generate
+from unison.cli.options import documented
 from unison.cli.plan import plan
 from unison.cli.replay import replay
 from unison.cli.train import train
@@ -43,14 +43,14 @@ for verb in (finetune, generate, export, plan, replay):
 
 
 @app.command(rich_help_panel="Verbs")
-def presets(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one machine-readable object instead.")
-    ] = False,
-) -> None:
+@documented()
+def presets(*, as_json: bool = False) -> None:
     """List the model presets with their shapes and parameter counts.
 
     Every one of them is really built, on the meta device, which takes no memory.
+
+    Args:
+        as_json: Print one machine-readable object instead.
     """
     table = Table(box=None, pad_edge=False)
     for title in ("preset", "family", "layers", "width", "heads", "vocab", "context"):
@@ -93,12 +93,13 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback()
-def _options(
-    version: bool = typer.Option(
-        False, "--version", callback=_show_version, is_eager=True, help="Print the version."
-    ),
-) -> None:
-    pass
+@documented(version={"callback": _show_version, "is_eager": True})
+def _options(*, version: bool = False) -> None:
+    """Name the application's own options.
+
+    Args:
+        version: Print the version.
+    """
 
 
 def main() -> None:

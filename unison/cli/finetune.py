@@ -1,63 +1,45 @@
 """`unison finetune`, `generate` and `export`: a model that users have, and have afterwards."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from unison.cli.train import was_given
+from unison.cli.options import documented, spelling, was_given
 from unison.config import Privacy
 from unison.errors import BadInput
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-Run = Annotated[Path, typer.Argument(help="The folder of a run of `unison finetune`.")]
 
-
+@documented(
+    lora={"min": 0},
+    batch_size={"min": 1},
+    micro_batch_size={"min": 1},
+    max_length={"min": 2},
+    checkpoint_every={"min": 0},
+    resume={"metavar": "RUN"},
+)
 def finetune(
     context: typer.Context,
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of a model in transformers' format.")
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON lines, one record each: text; text and label; prompt and completion; or "
-            "messages."
-        ),
-    ] = None,
-    epsilon: Annotated[
-        float | None, typer.Option(help="ε that the run may spend; decides the noise.")
-    ] = None,
-    delta: Annotated[float | None, typer.Option(help="δ, below 1 / number of records.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
-    lora: Annotated[
-        int, typer.Option(min=0, help="Rank of a LoRA adapter; 0 trains all parameters.")
-    ] = 0,
-    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Records that a step draws.")] = 64,
-    micro_batch_size: Annotated[int, typer.Option(min=1, help="Most records in one pass.")] = 8,
-    max_length: Annotated[
-        int, typer.Option(min=2, help="Tokens that records are cut or padded to; public.")
-    ] = 512,
-    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 2e-4,
-    max_grad_norm: Annotated[
-        float, typer.Option(help="C: the bound on the gradient of each record.")
-    ] = 1.0,
-    accountant: Annotated[str, typer.Option(help="pld or rdp: whose bound on ε counts.")] = "pld",
-    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16.")] = False,
-    seed: Annotated[int, typer.Option(help="Of initial values and dropout; never of noise.")] = 0,
-    checkpoint_every: Annotated[
-        int, typer.Option(min=0, help="Steps between checkpoints; 0 for none.")
-    ] = 0,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN",
-            help="Go on with a run that stopped, from its newest checkpoint and with its settings.",
-        ),
-    ] = None,
-    as_json: AsJson = False,
+    *,
+    model: Path | None = None,
+    data: Path | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    out: Path | None = None,
+    lora: int = 0,
+    epochs: float = 3.0,
+    batch_size: int = 64,
+    micro_batch_size: int = 8,
+    max_length: int = 512,
+    lr: float = 2e-4,
+    max_grad_norm: float = 1.0,
+    accountant: str = "pld",
+    bf16: bool = False,
+    seed: int = 0,
+    checkpoint_every: int = 0,
+    resume: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Fine-tune a model of transformers' with differential privacy; one record is one line.
 
@@ -66,6 +48,26 @@ def finetune(
     unison generate run --prompt "Dear"
     unison export run --to hf --out llama-private
     unison finetune --resume run    after a crash, if there was --checkpoint-every
+
+    Args:
+        model: Folder of a model in transformers' format.
+        data: JSON lines, one record each: text; text and label; prompt and completion; or messages.
+        epsilon: ε that the run may spend; decides the noise.
+        delta: δ, below 1 / number of records.
+        out: Folder of the run.
+        lora: Rank of a LoRA adapter; 0 trains all parameters.
+        epochs: Passes over the data.
+        batch_size: Records that a step draws.
+        micro_batch_size: Most records in one pass.
+        max_length: Tokens that records are cut or padded to; public.
+        lr: Learning rate of AdamW.
+        max_grad_norm: C: the bound on the gradient of each record.
+        accountant: pld or rdp: whose bound on ε counts.
+        bf16: Compute in bfloat16.
+        seed: Of initial values and dropout; never of noise.
+        checkpoint_every: Steps between checkpoints; 0 for none.
+        resume: Go on with a run that stopped, from its newest checkpoint and with its settings.
+        as_json: Print the result as one JSON object.
     """
     from unison import hf
 
@@ -73,8 +75,7 @@ def finetune(
     if resume is not None:
         for name in sorted(given - {"resume", "as_json"}):
             raise BadInput(
-                f"--resume goes on with the settings of the run; leave --{name.replace('_', '-')} "
-                "out"
+                f"--resume goes on with the settings of the run; leave {spelling(name)} out"
             )
         out, result = resume, hf.resume(resume)
     else:
@@ -82,50 +83,41 @@ def finetune(
             needed = ("model", "data", "epsilon", "delta", "out")
             missing = ", ".join(f"--{name}" for name in needed if name not in given)
             raise BadInput(f"a new run needs {missing}; --resume RUN goes on with one")
-        result = hf.finetune(
-            hf.FinetuneConfig(
-                model=model,
-                data=data,
-                out=out,
-                lora=lora,
-                epochs=epochs,
-                batch_size=batch_size,
-                micro_batch_size=min(micro_batch_size, batch_size),
-                max_length=max_length,
-                lr=lr,
-                bf16=bf16,
-                seed=seed,
-                checkpoint_every=checkpoint_every,
-            ),
-            Privacy(
-                epsilon=epsilon, delta=delta, max_grad_norm=max_grad_norm, accountant=accountant
-            ),
+        values = {each.name: context.params[each.name] for each in fields(hf.FinetuneConfig)}
+        values["micro_batch_size"] = min(micro_batch_size, batch_size)
+        privacy = Privacy(
+            epsilon=epsilon, delta=delta, max_grad_norm=max_grad_norm, accountant=accountant
         )
+        result = hf.finetune(hf.FinetuneConfig(**values), privacy)
     spent = f"ε = {result['epsilon']:.4g} at δ = {result['delta']:g} after {result['steps']} steps"
     typer.echo(json.dumps(result) if as_json else f"{spent}; the model is in {out}/model")
 
 
-def generate(
-    run: Run,
-    prompt: Annotated[str, typer.Option(help="What the text begins with, or a question.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add.")] = 64,
-) -> None:
-    """Let the model of a run go on with a prompt; what it says is covered by the run's ε."""
-    from unison.hf import generate as say
+@documented(max_new_tokens={"min": 1})
+def generate(run: Path, *, prompt: str, max_new_tokens: int = 64) -> None:
+    """Let the model of a run go on with a prompt; what it says is covered by the run's ε.
 
-    typer.echo(say(run, prompt, max_new_tokens=max_new_tokens))
+    Args:
+        run: The folder of a run of `unison finetune`.
+        prompt: What the text begins with, or a question.
+        max_new_tokens: Most tokens to add.
+    """
+    from unison import hf
+
+    typer.echo(hf.generate(run, prompt, max_new_tokens=max_new_tokens))
 
 
-def export(
-    run: Run,
-    out: Annotated[Path, typer.Option(help="A folder that is not there yet.")],
-    to: Annotated[
-        str, typer.Option(help="hf: for from_pretrained. safetensors: the parameters alone.")
-    ] = "hf",
-) -> None:
-    """Write the model of a run, an adapter merged into it, where other programs can load it."""
+@documented()
+def export(run: Path, *, out: Path, to: str = "hf") -> None:
+    """Write the model of a run, an adapter merged into it, where other programs can load it.
+
+    Args:
+        run: The folder of a run of `unison finetune`.
+        out: A folder that is not there yet.
+        to: hf: for from_pretrained. safetensors: the parameters alone.
+    """
     if to not in ("hf", "safetensors"):
         raise BadInput(f"--to must be hf or safetensors, found {to!r}")
-    from unison.hf import export as write
+    from unison import hf
 
-    typer.echo(f"written to {write(run, out, to)}")
+    typer.echo(f"written to {hf.export(run, out, to)}")

@@ -1,21 +1,19 @@
 """`unison plan`: what a step takes and what a private run costs, before a GPU is rented."""
 
-import importlib
 import inspect
 import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from torch import nn
 
 from unison.cli.account import plain_table
+from unison.cli.options import documented
 from unison.errors import BadInput, UnisonError
 from unison.models import build, preset
 from unison.plan import (
@@ -36,78 +34,42 @@ from unison.plan import (
     is_inside,
     simulate,
 )
+from unison.verify import imported
 
 GIB = 2**30
 MOST_SIMULATED = 2  # passes of a step: each one after the first is like the second
 
 
+@documented(preset_name={"names": ("--preset",)}, compiled={"names": ("--compile",)})
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Your own model, as MODULE:FUNCTION, where FUNCTION() builds it, or the path of a "
-            "transformers config.json; --preset otherwise."
-        ),
-    ] = None,
-    preset_name: Annotated[
-        str | None, typer.Option("--preset", help="Which model (see `unison presets`).")
-    ] = None,
-    num_layers: Annotated[
-        int | None, typer.Option(help="Replace the preset's number of blocks.")
-    ] = None,
-    gpus: Annotated[int, typer.Option(help="Number of GPUs, one rank each.")] = 1,
-    gpu: Annotated[
-        str, typer.Option(help="h200, h100, a100-80, or a YAML file that describes one.")
-    ] = "h100",
-    batch: Annotated[int, typer.Option(help="Rows of a pass on each GPU.")] = 1,
-    seq: Annotated[
-        int | None, typer.Option(help="Tokens of a row; the preset's context by default.")
-    ] = None,
-    logical_batch: Annotated[
-        int | None, typer.Option(help="Rows of a step over all GPUs; one pass by default.")
-    ] = None,
-    shard: Annotated[str, typer.Option(help="full (ZeRO-3), zero2 or hybrid.")] = "full",
-    replicas: Annotated[int, typer.Option(help="Copies of the model with --shard hybrid.")] = 2,
-    precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
-    checkpoint_activations: Annotated[
-        bool, typer.Option("--checkpoint-activations", help="Blocks keep only their inputs.")
-    ] = False,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Blocks go through torch.compile.")
-    ] = False,
-    offload: Annotated[
-        str, typer.Option(help="What the host holds: optimizer, params, grads, with commas.")
-    ] = "",
-    private: Annotated[bool, typer.Option("--private", help="Train with DP-SGD.")] = False,
-    clipping: Annotated[str, typer.Option(help="How --private computes the clipping.")] = "auto",
-    kfac: Annotated[bool, typer.Option("--kfac", help="Precondition with K-FAC.")] = False,
-    lora: Annotated[
-        int, typer.Option(help="Train adapters of this rank in the blocks' linear layers alone.")
-    ] = 0,
-    rows: Annotated[int | None, typer.Option(help="Rows of the data set, each a record.")] = None,
-    epochs: Annotated[float, typer.Option(help="How often each row is drawn, on average.")] = 1.0,
-    epsilon: Annotated[float | None, typer.Option(help="ε to spend: decides the noise.")] = None,
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="σ, instead of --epsilon: decides ε.")
-    ] = None,
-    delta: Annotated[float, typer.Option(help="δ, below 1 / --rows.")] = 1e-6,
-    fit: Annotated[
-        bool,
-        typer.Option(
-            "--fit",
-            help="Find the fastest of --shard, --checkpoint-activations and --offload that fits.",
-        ),
-    ] = False,
-    sweep: Annotated[
-        str | None,
-        typer.Option(help="gpus=8,16,32: one line for each number of GPUs, and a picture."),
-    ] = None,
-    picture: Annotated[
-        Path, typer.Option(help="Where --sweep draws memory and time, a PNG.")
-    ] = Path("plan-sweep.png"),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of tables.")
-    ] = False,
+    model: str | None = None,
+    *,
+    preset_name: str | None = None,
+    num_layers: int | None = None,
+    gpus: int = 1,
+    gpu: str = "h100",
+    batch: int = 1,
+    seq: int | None = None,
+    logical_batch: int | None = None,
+    shard: str = "full",
+    replicas: int = 2,
+    precision: str = "fp32",
+    checkpoint_activations: bool = False,
+    compiled: bool = False,
+    offload: str = "",
+    private: bool = False,
+    clipping: str = "auto",
+    kfac: bool = False,
+    lora: int = 0,
+    rows: int | None = None,
+    epochs: float = 1.0,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    delta: float = 1e-6,
+    fit: bool = False,
+    sweep: str | None = None,
+    picture: Path = Path("plan-sweep.png"),
+    as_json: bool = False,
 ) -> None:
     """Say what a training step takes: memory by category, traffic, arithmetic, time, and ε.
 
@@ -119,27 +81,56 @@ def plan(
     unison plan --preset gpt2-large --gpus 8 --private --rows 1000000 --logical-batch 4096 \\
         --epochs 3 --epsilon 8 --delta 1e-7
     unison plan mymodule:build_model --gpus 4 --batch 8 --seq 512
+
+    Args:
+        model: Your own model, as MODULE:FUNCTION, where FUNCTION() builds it, or the path of a
+            transformers config.json; --preset otherwise.
+        preset_name: Which model (see `unison presets`).
+        num_layers: Replace the preset's number of blocks.
+        gpus: Number of GPUs, one rank each.
+        gpu: h200, h100, a100-80, or a YAML file that describes one.
+        batch: Rows of a pass on each GPU.
+        seq: Tokens of a row; the preset's context by default.
+        logical_batch: Rows of a step over all GPUs; one pass by default.
+        shard: full (ZeRO-3), zero2 or hybrid.
+        replicas: Copies of the model with --shard hybrid.
+        precision: fp32 or bf16.
+        checkpoint_activations: Blocks keep only their inputs.
+        compiled: Blocks go through torch.compile.
+        offload: What the host holds: optimizer, params, grads, with commas.
+        private: Train with DP-SGD.
+        clipping: How --private computes the clipping.
+        kfac: Precondition with K-FAC.
+        lora: Train adapters of this rank in the blocks' linear layers alone.
+        rows: Rows of the data set, each a record.
+        epochs: How often each row is drawn, on average.
+        epsilon: ε to spend: decides the noise.
+        noise_multiplier: σ, instead of --epsilon: decides ε.
+        delta: δ, below 1 / --rows.
+        fit: Find the fastest of --shard, --checkpoint-activations and --offload that fits.
+        sweep: gpus=8,16,32: one line for each number of GPUs, and a picture.
+        picture: Where --sweep draws memory and time, a PNG.
+        as_json: Print one JSON object instead of tables.
     """
     card = find_gpu(gpu)
     make, vocab_size, longest = find_model(model, preset_name, num_layers)
-    for name, value in {"--gpus": gpus, "--batch": batch, "--logical-batch": logical_batch}.items():
+    is_budget = noise_multiplier is not None or epsilon is not None or rows is not None
+    private |= is_budget
+    worlds = [gpus] if sweep is None else swept(sweep)
+    counts = {"--gpus": gpus, "--batch": batch, "--logical-batch": logical_batch, "--seq": seq}
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise BadInput(f"{name} must be above 0, found {value}")
-    if seq is not None and seq < 1:
-        raise BadInput(f"--seq must be above 0, found {seq}")
     if seq is not None and longest is not None and seq > longest:
         raise BadInput(f"--seq {seq} is longer than the model's context, {longest}")
     if seq is None and longest is None:
         raise BadInput("--seq is needed for a model of your own: tokens of a row")
-    if noise_multiplier is not None or epsilon is not None or rows is not None:
-        private = True
-        if rows is None or logical_batch is None:
-            raise BadInput("a private budget needs --rows and --logical-batch")
-    elif epochs != 1.0 or delta != 1e-6:
+    if is_budget and (rows is None or logical_batch is None):
+        raise BadInput("a private budget needs --rows and --logical-batch")
+    if not is_budget and (epochs, delta) != (1.0, 1e-6):
         raise BadInput("--epochs and --delta are of a private budget, which needs --rows")
     if clipping != "auto" and not private:
         raise BadInput(f"--clipping {clipping} is for private training; add --private")
-    worlds = [gpus] if sweep is None else swept(sweep)
     if sweep is not None and not picture.parent.is_dir():
         raise BadInput(f"--picture {picture} is in no folder that exists")
     if sweep is not None and (picture.suffix.lower() != ".png" or picture.is_dir()):
@@ -197,19 +188,15 @@ def plan(
     if sweep is not None:
         draw_sweep(plans, card, picture)
     if as_json:
-        told = [
-            figures(usage, each, card, found, spending, num_parameters)
-            for each, usage, found in plans
-        ]
+        told = [figures(each, card, spending, num_parameters) for each in plans]
         typer.echo(json.dumps(told[0] if sweep is None else told))
     elif sweep is not None:
         show_sweep(plain_screen(), plans, card)
         typer.echo(f"drawn in {picture}")
     else:
-        (each, usage, found), *_ = plans
-        show(plain_screen(), usage, each, card, found, spending, num_parameters)
+        show(plain_screen(), plans[0], card, spending, num_parameters)
         if fit:
-            typer.echo("\nto run it:\n" + code_of(each))
+            typer.echo("\nto run it:\n" + code_of(plans[0][0]))
 
 
 Plan = tuple[Scenario, Usage, Estimate]
@@ -379,20 +366,10 @@ def find_model(
     assert name is not None
     if name.endswith(".json"):
         return from_transformers(Path(name))
-    module_name, has_colon, function = name.partition(":")
-    if not has_colon or not function:
+    if not all(name.partition(":")):
         raise BadInput(f"expected MODULE:FUNCTION or a config.json, found {name!r}")
-    sys.path.insert(0, os.getcwd())
-    try:
-        make = getattr(importlib.import_module(module_name), function)
-    except (Exception, SystemExit) as error:
-        raise BadInput(f"{name} cannot be imported: {first_line(error)}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    if not callable(make):
-        raise BadInput(f"{name} must be a function that builds a model, found {make!r}")
-    made: Callable[[], nn.Module] = make  # type: ignore[assignment] # `count_trained` looks
-    return partial(built, name, made), 2, None  # ids of 0 and 1 are in every vocabulary
+    # `count_trained` looks whether it makes a model. Ids of 0 and 1 are in every vocabulary.
+    return partial(built, name, imported(name)), 2, None
 
 
 def built(name: str, make: Callable[[], nn.Module]) -> nn.Module:
@@ -469,14 +446,10 @@ def fits_on(found: Estimate) -> dict[str, bool]:
 
 
 def figures(
-    usage: Usage,
-    scenario: Scenario,
-    card: Gpu,
-    found: Estimate,
-    spending: PrivateBudget | None,
-    num_parameters: int,
+    plan: Plan, card: Gpu, spending: PrivateBudget | None, num_parameters: int
 ) -> dict[str, Any]:
     """Everything a plan says, as values that JSON can hold."""
+    scenario, usage, found = plan
     return {
         "scenario": {**asdict(scenario), "offload": sorted(scenario.offload)},
         "parameters": num_parameters,
@@ -524,15 +497,10 @@ def link_of(size: int, card: Gpu) -> str:
 
 
 def show(
-    screen: Console,
-    usage: Usage,
-    scenario: Scenario,
-    card: Gpu,
-    found: Estimate,
-    spending: PrivateBudget | None,
-    num_parameters: int,
+    screen: Console, plan: Plan, card: Gpu, spending: PrivateBudget | None, num_parameters: int
 ) -> None:
     """Print a plan for a person."""
+    scenario, usage, found = plan
     peak = usage.peak
     kind = "private, " if scenario.clipping else ("K-FAC, " if scenario.kfac else "")
     kind += f"LoRA of rank {scenario.lora}, " if scenario.lora else ""

@@ -3,79 +3,50 @@
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from unison.config import DEVICES, MAX_LOCAL_RANKS
+from unison.cli.options import documented
+from unison.config import MAX_LOCAL_RANKS
 from unison.errors import BadInput
 from unison.replay import TREE_FILE, Parting, Record, compare_steps, first_difference
 from unison.rng import PASSPHRASE
 from unison.schema import cut, read_bytes
-from unison.train import (
-    ReplayConfig,
-    ReplayResult,
-    check_replay,
-    run_on_local_ranks,
-)
+from unison.train import ReplayConfig, ReplayResult, check_replay, run_on_local_ranks
 from unison.train import replay as run_again
 
+FILE = {"metavar": "FILE"}
 
+
+@documented(
+    steps={"metavar": "A:B"},
+    nproc={"min": 1, "max": MAX_LOCAL_RANKS},
+    against={"metavar": "RUN"},
+    without={"metavar": "IDS"},
+    trace=FILE,
+    seal_key=FILE,
+    passphrase_file=FILE,
+    micro_batch_size={"min": 1},
+)
 def replay(
-    run: Annotated[Path, typer.Argument(help="The folder of a run of `unison train --record`.")],
-    steps: Annotated[
-        str | None,
-        typer.Option(metavar="A:B", help="The steps after step A up to step B; all by default."),
-    ] = None,
-    nproc: Annotated[
-        int, typer.Option(min=1, max=MAX_LOCAL_RANKS, help="Ranks to start on this machine.")
-    ] = 1,
-    bisect: Annotated[
-        bool,
-        typer.Option("--bisect", help="Stop at the first step that differs, and name the unit."),
-    ] = False,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN",
-            help="Compare with the record of another run instead, by a few look-ups in both.",
-        ),
-    ] = None,
-    without: Annotated[
-        str | None,
-        typer.Option(
-            metavar="IDS",
-            help="Rows of the training data to leave empty, such as 3,17, or a file that lists "
-            "them: what training would have been. The model goes to --out; of a private run it "
-            "gives these rows away (ε = ∞) and is not exported.",
-        ),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="New folder for the model --without.")] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write down what the steps compute, for unison verify diff. Of a private run it "
-            "holds what no ε covers.",
-        ),
-    ] = None,
-    seal_key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The sealed key of a private run.")
-    ] = None,
-    passphrase_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=f"Holds its passphrase; {PASSPHRASE} in the environment, or a prompt, otherwise.",
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help=", ".join(DEVICES))] = "auto",
-    micro_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Rows per forward pass; as in the run by default.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    context: typer.Context,
+    run: Path,
+    *,
+    steps: str | None = None,
+    nproc: int = 1,
+    bisect: bool = False,
+    against: Path | None = None,
+    without: str | None = None,
+    out: Path | None = None,
+    trace: Path | None = None,
+    seal_key: Path | None = None,
+    passphrase_file: Path | None = None,
+    device: str = "auto",
+    micro_batch_size: int | None = None,
+    as_json: bool = False,
 ) -> None:
     """Take a stretch of a recorded run again, on any number of ranks, and compare every step.
 
@@ -87,6 +58,25 @@ def replay(
     unison replay runs/a --bisect
     unison replay runs/a --against runs/b
     unison replay runs/a --steps 411:412 --trace a.trace
+
+    Args:
+        run: The folder of a run of `unison train --record`.
+        steps: The steps after step A up to step B; all by default.
+        nproc: Ranks to start on this machine.
+        bisect: Stop at the first step that differs, and name the unit.
+        against: Compare with the record of another run instead, by a few look-ups in both.
+        without: Rows of the training data to leave empty, such as 3,17, or a file that lists them:
+            what training would have been. The model goes to --out; of a private run it gives these
+            rows away (ε = ∞) and is not exported.
+        out: New folder for the model --without.
+        trace: Write down what the steps compute, for unison verify diff. Of a private run it holds
+            what no ε covers.
+        seal_key: The sealed key of a private run.
+        passphrase_file: Holds its passphrase; UNISON_PASSPHRASE in the environment, or a prompt,
+            otherwise.
+        device: auto, cpu or cuda.
+        micro_batch_size: Rows per forward pass; as in the run by default.
+        as_json: Print one JSON object.
     """
     if against is not None:
         if steps or bisect or without or out or trace or seal_key:
@@ -94,18 +84,10 @@ def replay(
         parting, figures = _compare(run, against)
         sentence = _say_records(run, against, parting, figures)
     else:
-        config = ReplayConfig(
-            run=str(run),
-            steps=_range_of(steps),
-            bisect=bisect,
-            without=_ids_of(without),
-            out=None if out is None else str(out),
-            trace=None if trace is None else str(trace),
-            seal_key=None if seal_key is None else str(seal_key),
-            passphrase_file=None if passphrase_file is None else str(passphrase_file),
-            device=device,
-            micro_batch_size=micro_batch_size,
-        )
+        given = {each.name: context.params[each.name] for each in fields(ReplayConfig)}
+        given |= {"steps": _range_of(steps), "without": _ids_of(without)}
+        values: Any = {n: str(v) if isinstance(v, Path) else v for n, v in given.items()}
+        config = ReplayConfig(**values)
         check_replay(config, nproc)
         if seal_key is not None:
             ask_passphrase(config.passphrase_file)

@@ -3,22 +3,20 @@
 An option is a setting of `unison.config`, which gives it its name, type, choices, default and help.
 """
 
-import inspect
 import json
-import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
-from enum import StrEnum
+from collections.abc import Iterable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import typer
 
 from unison import config as settings
+from unison.cli.options import documented, plain_values, spelling, was_given
 from unison.cli.replay import ask_passphrase
 from unison.errors import BadInput
 from unison.models import PRESETS
@@ -33,9 +31,6 @@ from unison.train import train as run
 
 Part = TypeVar("Part", settings.Privacy, settings.Kfac)
 
-KEYWORD, REQUIRED = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
-
-# The options of each panel, in the order of `--help`.
 PANELS = {
     "Model": """
         preset num_layers vocab_size context_length dropout
@@ -64,28 +59,9 @@ PANELS = {
     """,
 }
 
-# Help of the options that are no setting of their own; that of others is their setting's docstring.
-HELP = {
-    "num_layers": "Replace the preset's number of blocks.",
-    "vocab_size": "Replace the preset's vocabulary size.",
-    "context_length": "Replace the preset's context length.",
-    "dropout": "Replace the preset's dropout probability.",
-    "private": "Train with differential privacy (DP-SGD). What is protected is one row of the "
-    "training data; with --layout documents that is one document. Held-out rows are not "
-    "protected.",
-    "clip_norm": "Bound on the batch gradient's norm; 0 for none.",
-    "nproc": "Ranks to start on this machine; with --resume as many as before. Leave out under "
-    "torchrun, which starts them.",
-    "out": "Folder of the run; runs/PRESET-DATA-TIME by default.",
-    "kfac": "Divide gradients by the curvature of what the model says (docs/kfac.md). The step is "
-    "taken by SGD, with an --lr of AdamW's kind, to be tuned again. Not with --private.",
-    "resume": "Go on with a run that stopped, from its newest checkpoint and with its settings. "
-    "Options of execution and output may be given anew.",
-    "as_json": "Print the result as one JSON object last; progress goes to stderr.",
-}
-
+OVERRIDES = ("num_layers", "vocab_size", "context_length", "dropout")  # fields of the model
 # Options whose name is not that of their setting.
-SPELLINGS: dict[str, tuple[str, ...]] = {
+SPELLINGS = {
     "secure_noise": ("--secure-noise/--no-secure-noise",),
     "update_every": ("--kfac-update-every",),
     "invert_every": ("--kfac-invert-every",),
@@ -95,21 +71,8 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("--tensorboard/--no-tensorboard",),
     "record": ("--record/--no-record",),
     "keep_checkpoints": ("--keep-checkpoints", "--keep"),
-    "as_json": ("--json",),
 }
-
-# Options that are no setting of their own, or of another type than theirs.
-TYPES: dict[str, tuple[Any, Any]] = {
-    "private": (bool, False),
-    "delta": (float | None, None),
-    "kfac": (bool, False),
-    "nproc": (int, 1),
-    "out": (str | None, None),
-    "resume": (str | None, None),
-    "as_json": (bool, False),
-}
-OVERRIDES = {"num_layers": int, "vocab_size": int, "context_length": int, "dropout": float}
-TYPES |= {name: (kind | None, None) for name, kind in OVERRIDES.items()}  # fields of the model
+DETAILS: dict[str, dict[str, Any]] = {name: {"names": names} for name, names in SPELLINGS.items()}
 
 
 def complete_preset(incomplete: str) -> list[str]:
@@ -117,85 +80,38 @@ def complete_preset(incomplete: str) -> list[str]:
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 
-DETAILS: dict[str, dict[str, Any]] = {
-    "preset": {"autocompletion": complete_preset},
-    "data_salt": {"metavar": "FILE"},
-    "seal_key": {"metavar": "FILE"},
-    "passphrase_file": {"metavar": "FILE"},
-    "nproc": {"min": 1, "max": settings.MAX_LOCAL_RANKS},
-    "resume": {"metavar": "RUN"},
-}
-
-
-def _parameters() -> Iterable[inspect.Parameter]:
-    """Yield the options: settings of `unison.config`, and what is no setting of its own."""
-    types: dict[str, tuple[Any, Any]] = {}
-    helps: dict[str, str] = {}
-    for group in (
-        settings.MechanismConfig,
-        settings.Privacy,
-        settings.Kfac,
-        settings.Execution,
-        settings.Output,
-    ):
-        hints = get_type_hints(group)
-        for field in fields(group):
-            default = None if field.default is MISSING else field.default
-            types[field.name] = hints[field.name], default
-        described = (inspect.getdoc(group) or "").partition("Attributes:")[2]
-        for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE):
-            helps[name] = " ".join(text.split())
-    types, helps = types | TYPES, helps | HELP
-    for panel, listed in PANELS.items():
-        for name in listed.split():
-            names = SPELLINGS.get(name, (_spelling(name),))
-            details = {"help": helps[name], "rich_help_panel": panel, **DETAILS.get(name, {})}
-            choices = settings.CHOICES.get(name, ())
-            yield option(name, *types[name], *names, choices=choices, **details)
-
-
-def option(
-    name: str, kind: Any, default: Any, *names: str, choices: Sequence[str] = (), **details: Any
-) -> inspect.Parameter:
-    """Return a parameter that typer makes an option of.
-
-    Args:
-        name: The parameter's name.
-        kind: Its type.
-        default: Its default; `REQUIRED` for none.
-        names: The option's names on the command line.
-        choices: All values that it may have, if they are few.
-        details: Of `typer.Option`.
-    """
-    if choices:
-        # Typer turns an enum into a checked choice with completion.
-        kind = StrEnum(name, list(choices))
-        default = kind(default)
-    annotation = Annotated[kind, typer.Option(*names, **details)]
-    return inspect.Parameter(name, KEYWORD, default=default, annotation=annotation)
-
-
-def signature(options: Iterable[inspect.Parameter]) -> inspect.Signature:
-    """Return the signature of a command that takes the context and some options."""
-    context = inspect.Parameter("context", KEYWORD, annotation=typer.Context)
-    return inspect.Signature([context, *options])
-
-
-def plain_values(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with words in the place of choices."""
-    return {
-        name: value.value if isinstance(value, StrEnum) else value
-        for name, value in options.items()
-    }
-
-
-def _spelling(name: str) -> str:
-    if name in SPELLINGS:
-        return SPELLINGS[name][0].partition("/")[0]
-    return f"--{name.replace('_', '-')}"
-
-
-def train(context: typer.Context, **options: Any) -> None:
+@documented(
+    settings.MechanismConfig,
+    settings.Privacy,
+    settings.Kfac,
+    settings.Execution,
+    settings.Output,
+    panels=PANELS,
+    choices=settings.CHOICES,
+    preset={"autocompletion": complete_preset},
+    data_salt={"metavar": "FILE"},
+    seal_key={"metavar": "FILE"},
+    passphrase_file={"metavar": "FILE"},
+    nproc={"min": 1, "max": settings.MAX_LOCAL_RANKS},
+    resume={"metavar": "RUN"},
+    **DETAILS,
+)
+def train(
+    context: typer.Context,
+    *,
+    num_layers: int | None = None,
+    vocab_size: int | None = None,
+    context_length: int | None = None,
+    dropout: float | None = None,
+    private: bool = False,
+    delta: float | None = None,
+    kfac: bool = False,
+    nproc: int = 1,
+    out: str | None = None,
+    resume: str | None = None,
+    as_json: bool = False,
+    **options: Any,
+) -> None:
     """Train a language model and leave a run folder with its model, metrics and loss curve.
 
     \b
@@ -208,10 +124,27 @@ def train(context: typer.Context, **options: Any) -> None:
     torchrun --nproc-per-node 8 -m unison train --data corpus --out runs/c
     unison train --checkpoint-every 100 --out runs/long    and after a crash:
     unison train --resume runs/long
+
+    Args:
+        num_layers: Replace the preset's number of blocks.
+        vocab_size: Replace the preset's vocabulary size.
+        context_length: Replace the preset's context length.
+        dropout: Replace the preset's dropout probability.
+        private: Train with differential privacy (DP-SGD). What is protected is one row of the
+            training data; with --layout documents that is one document. Held-out rows are not
+            protected.
+        clip_norm: Bound on the batch gradient's norm; 0 for none.
+        nproc: Ranks to start on this machine; with --resume as many as before. Leave out under
+            torchrun, which starts them.
+        out: Folder of the run; runs/PRESET-DATA-TIME by default.
+        kfac: Divide gradients by the curvature of what the model says (docs/kfac.md). The step is
+            taken by SGD, with an --lr of AdamW's kind, to be tuned again. Not with --private.
+        resume: Go on with a run that stopped, from its newest checkpoint and with its settings.
+            Options of execution and output may be given anew.
+        as_json: Print the result as one JSON object last; progress goes to stderr.
     """
-    values = plain_values(options)
+    values = plain_values(context)
     given = {name for name in values if was_given(context, name)}
-    resume, nproc = values["resume"], values["nproc"]
 
     def of(group: type, *others: str, among: Iterable[str] = values) -> dict[str, Any]:
         names = {*(field.name for field in fields(group)), *others}
@@ -219,25 +152,24 @@ def train(context: typer.Context, **options: Any) -> None:
 
     privacy_given = of(settings.Privacy, "private", among=given)
     kfac_given = of(settings.Kfac, "kfac", among=given)
-    privacy, kfac = None, None
+    parts: dict[str, Any] = {"privacy": None, "kfac": None}
     if resume is None:
         beside = given & {"clipping", "unsafe_diagnostics", "data_salt", "seal_key"}
-        privacy = _part(settings.Privacy, "private", privacy_given, beside)
-        kfac = _part(settings.Kfac, "kfac", kfac_given, given & {"owner_fraction"})
+        parts["privacy"] = _part(settings.Privacy, "private", privacy_given, beside)
+        parts["kfac"] = _part(settings.Kfac, "kfac", kfac_given, given & {"owner_fraction"})
     elif given & {"out", "overwrite"}:
         raise BadInput("--resume names the folder itself; leave --out and --overwrite out")
     overrides = {name: values[name] for name in OVERRIDES if values[name] is not None}
-    changed = {"overrides": overrides, "privacy": privacy, "kfac": kfac}
-    changed["clip_norm"] = values["clip_norm"] or None
-    if values["kfac"] and "optimizer" not in given:
+    changed = parts | {"overrides": overrides, "clip_norm": values["clip_norm"] or None}
+    if kfac and "optimizer" not in given:
         changed["optimizer"] = "sgd"
     mechanism = settings.MechanismConfig(**of(settings.MechanismConfig) | changed)
-    if was_launched() and values["out"] is None and resume is None:
+    if was_launched() and out is None and resume is None:
         raise BadInput("--out must be given under torchrun, so that all ranks name one folder")
     # A name that says what the run is and when it began.
     source, now = Path(values["data"]).stem or "data", time.strftime("%Y%m%d-%H%M%S")
     output = of(settings.Output) | {
-        "folder": values["out"] or f"runs/{values['preset']}-{source}-{now}",
+        "folder": out or f"runs/{values['preset']}-{source}-{now}",
         "command": shlex.join(["unison", *sys.argv[1:]]),
         "resume": False,
     }
@@ -253,19 +185,10 @@ def train(context: typer.Context, **options: Any) -> None:
     check_before_launch(config)
     if config.output.seal_key is not None and not was_launched():
         ask_passphrase(config.output.passphrase_file, is_new=resume is None)
-    work = partial(run, on_stderr=values["as_json"])
+    work = partial(run, on_stderr=as_json)
     result = work(config) if nproc == 1 else run_on_local_ranks(work, config, num_ranks=nproc)
-    if values["as_json"]:
+    if as_json:
         typer.echo(json.dumps(result.to_fields()))
-
-
-train.__signature__ = signature(_parameters())  # type: ignore[attr-defined]
-
-
-def was_given(context: typer.Context, name: str) -> bool:
-    """Whether an option was given, rather than left at its default."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
 
 
 def _part(kind: type[Part], flag: str, given: dict[str, Any], beside: set[str]) -> Part | None:
@@ -283,7 +206,8 @@ def _part(kind: type[Part], flag: str, given: dict[str, Any], beside: set[str]) 
     found = {name: value for name, value in given.items() if name != flag}
     if not given.get(flag):
         if found or beside:
-            listed = ", ".join(sorted(map(_spelling, {*found, *beside})))
+            names = (SPELLINGS.get(each, (spelling(each),))[0] for each in {*found, *beside})
+            listed = ", ".join(sorted(name.partition("/")[0] for name in names))
             runs = "private runs" if flag == "private" else f"runs with --{flag}"
             raise BadInput(f"only {runs} have {listed}; add --{flag}, or leave {listed} out")
         return None

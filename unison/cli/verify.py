@@ -3,59 +3,41 @@
 import json
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from unison import verify as checks
 from unison.cli.account import for_json, plain_table
+from unison.cli.options import documented
 from unison.errors import BadInput
 from unison.run_files import read_config, read_result
 from unison.shard import fingerprint
 from unison.train import result_table, run_on_local_ranks
-from unison.verify import (
-    SHARDINGS,
-    Case,
-    Claim,
-    Comparison,
-    RunComparison,
-    Subject,
-    Verdict,
-    claims,
-    compare,
-    compare_runs,
-    page,
-    try_claims,
-)
 
 verify = typer.Typer(
     name="verify",
     help="Check what unison promises: by itself, on runs and models of your own.",
 )
 
-CLAIM_COLUMNS = ("claim", "compared", "ranks", "trainings", "largest difference", "verdict")
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-Html = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write the figures as one page of HTML too.")
-]
+FILE = {"metavar": "FILE"}
 
 
 @verify.callback(invoke_without_command=True)
+@documented(html=FILE)
 def _claims(
     context: typer.Context,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="1 and 2 ranks, the main claims: under two minutes.")
-    ] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="1, 2, 3, 4 and 8 ranks, and every clipping mode.")
-    ] = False,
-    as_json: Json = False,
-    html: Html = None,
+    *,
+    quick: bool = False,
+    full: bool = False,
+    as_json: bool = False,
+    html: Path | None = None,
 ) -> None:
     """Try what unison promises, on this machine: the claims of docs/verify.md.
 
@@ -69,6 +51,12 @@ def _claims(
     unison verify diff a.trace b.trace
     unison verify model mymodule:build_model --data mymodule:batch
     unison verify runs runs/a runs/b
+
+    Args:
+        quick: 1 and 2 ranks, the main claims: under two minutes.
+        full: 1, 2, 3, 4 and 8 ranks, and every clipping mode.
+        as_json: Print one JSON object instead of tables.
+        html: Write the figures as one page of HTML too.
     """
     if context.invoked_subcommand is not None:
         if quick or full or as_json or html:
@@ -80,14 +68,20 @@ def _claims(
     if quick and full:
         raise BadInput("--quick and --full exclude each other")
     depth = "quick" if quick else "full" if full else "default"
-    verdicts, seconds = _tried(claims(depth), None, None)
-    _tell("unison verify", verdicts, seconds, as_json=as_json, html=html, what=depth)
+    _try("unison verify", checks.claims(depth), None, None, as_json=as_json, html=html, what=depth)
 
 
-def _tried(
-    tried: list[Claim], subject: Subject | None, folder: Path | None
-) -> tuple[list[Verdict], float]:
-    """Train and compare, telling on the terminal what is going on."""
+def _try(
+    title: str,
+    tried: list[checks.Claim],
+    subject: checks.Subject | None,
+    folder: Path | None,
+    *,
+    as_json: bool,
+    html: Path | None,
+    what: str,
+) -> None:
+    """Train and compare, telling on the terminal what is going on, and then what came of it."""
     started, screen = time.perf_counter(), Console(stderr=True)
     temporary = tempfile.TemporaryDirectory(prefix="unison-verify-")
     with temporary, screen.status("starting") as status:
@@ -96,77 +90,45 @@ def _tried(
             ranks = f"{size} rank{'s' if size > 1 else ''}"
             status.update(f"{count} training{'s' if count > 1 else ''} on {ranks}")
 
-        verdicts = try_claims(
+        verdicts = checks.try_claims(
             tried,
             launch=run_on_local_ranks,
             folder=folder or Path(temporary.name),
             subject=subject,
             on_launch=on_launch,
         )
-    return verdicts, time.perf_counter() - started
-
-
-def _tell(
-    title: str,
-    verdicts: list[Verdict],
-    seconds: float,
-    *,
-    as_json: bool,
-    html: Path | None,
-    what: str,
-) -> None:
-    """Print verdicts, write the page, and end with 1 if a claim failed."""
-    failed = sum(not each.holds for each in verdicts)
+    seconds = time.perf_counter() - started
+    failed, is_one = sum(not each.holds for each in verdicts), len(verdicts) == 1
     count = sum(each.num_runs for each in verdicts)
-    is_one, trainings = len(verdicts) == 1, f"{count} training{'s' if count > 1 else ''}"
     if failed:
         some = f"{failed} of {len(verdicts)} claims {'fails' if failed == 1 else 'fail'}"
         summary = "the claim fails" if is_one else some
     else:
         claims_hold = "the claim holds" if is_one else f"all {len(verdicts)} claims hold"
-        summary = f"{claims_hold}, on {trainings}"
+        summary = f"{claims_hold}, on {count} training{'s' if count > 1 else ''}"
     about = {"what": what, "seconds": round(seconds, 1), **fingerprint()}
     about |= {"threads": 1}  # of each rank, whatever this process has
     for name in ("granule", "compiled"):  # each training has its own
         del about[name]
-    if html is not None:
-        _write(
-            html,
-            page(
-                title,
-                summary,
-                is_good=not failed,
-                columns=CLAIM_COLUMNS,
-                rows=[_row(each) for each in verdicts],
-                faults=[fault for each in verdicts for fault in each.faults],
-                about=about,
-            ),
-        )
-    if as_json:
-        found = [asdict(each) | {"holds": each.holds} for each in verdicts]
-        figures = {"holds": not failed, "claims": found, "conditions": about}
-        typer.echo(json.dumps(for_json(figures), allow_nan=False))
-    else:
-        screen = Console()
-        titles = ("claim", "ranks", "trainings", "largest", "verdict")
-        table = plain_table(*titles, numbers=["largest"])
-        for each in verdicts:
-            claim, _, ranks, runs, largest, verdict = _row(each)
-            style = "green" if each.holds else "bold red"
-            table.add_row(escape(claim), ranks, runs, largest, f"[{style}]{verdict}[/]")
-        screen.print(table)
-        for fault in (fault for each in verdicts for fault in each.faults):
-            screen.print()
-            screen.print(fault, style="red", highlight=False, markup=False)
-        screen.print()
-        style = "bold red" if failed else "bold green"
-        screen.print(f"[{style}]{summary}[/]  [dim]{seconds:.0f} s[/]", highlight=False)
-    if failed:
-        raise typer.Exit(1)
+    found = [asdict(each) | {"holds": each.holds} for each in verdicts]
+    _tell(
+        title,
+        summary,
+        [_row(each) for each in verdicts],
+        columns=("claim", "compared", "ranks", "trainings", "largest difference", "verdict"),
+        is_good=not failed,
+        faults=[fault for each in verdicts for fault in each.faults],
+        about=about,
+        figures={"holds": not failed, "claims": found, "conditions": about},
+        on_page_only="compared",
+        note=f"{seconds:.0f} s",
+        as_json=as_json,
+        html=html,
+    )
 
 
-def _row(verdict: Verdict) -> tuple[str, ...]:
-    largest = "0" if verdict.largest == 0 else f"{verdict.largest:.1e}"
+def _row(verdict: checks.Verdict) -> tuple[str, ...]:
+    largest = _apart(verdict.largest)
     if verdict.tolerance:
         largest += f" (≤ {verdict.tolerance:.0e})"
     ranks = ", ".join(map(str, verdict.num_ranks))
@@ -174,124 +136,155 @@ def _row(verdict: Verdict) -> tuple[str, ...]:
     return verdict.claim, verdict.quantity, ranks, str(verdict.num_runs), largest, said
 
 
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text)
-    except OSError as error:
-        raise BadInput(f"{file} cannot be written: {error.strerror}") from None
+def _apart(distance: float) -> str:
+    return "0" if distance == 0 else f"{distance:.1e}"
+
+
+def _tell(
+    title: str,
+    summary: str,
+    rows: Sequence[Sequence[str]],
+    *,
+    columns: Sequence[str],
+    is_good: bool,
+    faults: Sequence[str] = (),
+    about: Mapping[str, Any],
+    figures: Mapping[str, Any],
+    on_page_only: str = "",
+    note: str,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """Print a table or JSON, write the page, and end with 1 if something is wrong.
+
+    Args:
+        title: Of the page; see `page` for it and for what follows.
+        figures: The same for JSON.
+        on_page_only: A column that is too wide for terminals.
+        note: What else to say on a terminal.
+    """
+    if html is not None:
+        text = checks.page(
+            title, summary, is_good=is_good, columns=columns, rows=rows, faults=faults, about=about
+        )
+        try:
+            html.write_text(text)
+        except OSError as error:
+            raise BadInput(f"{html} cannot be written: {error.strerror}") from None
+    if as_json:
+        typer.echo(json.dumps(for_json(figures), allow_nan=False))
+    else:
+        screen = Console()
+        shown = [place for place, name in enumerate(columns) if name != on_page_only]
+        titles = [columns[place].removesuffix(" difference") for place in shown]
+        table = plain_table(*titles, numbers=("step", "compared", "differing", "largest"))
+        for row in rows:
+            *cells, verdict = (escape(row[place]) for place in shown)
+            style = "green" if verdict in ("holds", "equal") else "bold red"
+            table.add_row(*cells, f"[{style}]{verdict}[/]")
+        screen.print(table)
+        for fault in faults:
+            screen.print()
+            screen.print(fault, style="red", highlight=False, markup=False)
+        screen.print()
+        style = "bold green" if is_good else "bold red"
+        screen.print(summary, style=style, highlight=False, markup=False)
+        if note:
+            screen.print(note, style="dim", highlight=False, markup=False)
+    if not is_good:
+        raise typer.Exit(1)
 
 
 # ---- traces --------------------------------------------------------------------------------------
 
 
 @verify.command()
+@documented(
+    first={"metavar": "A.trace"}, second={"metavar": "B.trace"}, tolerance={"min": 0.0}, html=FILE
+)
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="A.trace", help="The trace of a run.")],
-    second: Annotated[Path, typer.Argument(metavar="B.trace", help="That of another.")],
-    tolerance: Annotated[
-        float, typer.Option(min=0.0, help="How far quantities may be apart; 0 compares bits.")
-    ] = 0.0,
-    as_json: Json = False,
-    html: Html = None,
+    first: Path,
+    second: Path,
+    *,
+    tolerance: float = 0.0,
+    as_json: bool = False,
+    html: Path | None = None,
 ) -> None:
     """Compare two traces rung by rung, and say where the runs first part, and likely why.
 
     A trace is what `unison.verify.trace(file, model, optimizer)` writes around a training loop, and
     `unison replay --trace` of steps of a recorded run, on any machine and number of ranks. The exit
     code is 1 if the two differ.
+
+    Args:
+        first: The trace of a run.
+        second: That of another.
+        tolerance: How far quantities may be apart; 0 compares bits.
+        as_json: Print one JSON object instead of tables.
+        html: Write the figures as one page of HTML too.
     """
-    found = compare(first, second, tolerance=tolerance)
-    rows = _rungs(found)
-    if html is not None:
-        _write(
-            html,
-            page(
-                f"{first} and {second}",
-                found.verdict,
-                is_good=found.is_equal,
-                columns=("rung", "step", "compared", "differing", "largest difference", "verdict"),
-                rows=rows,
-                faults=[],  # the summary says it
-                about={
-                    "ranks": f"{found.num_ranks[0]} and {found.num_ranks[1]}",
-                    "different conditions": "; ".join(found.conditions) or "none",
-                    "only in one of them": ", ".join(found.left_out) or "nothing",
-                },
-            ),
-        )
-    if as_json:
-        told = {"is_equal": found.is_equal, "largest": found.largest, "verdict": found.verdict}
-        typer.echo(json.dumps(for_json(asdict(found) | told), allow_nan=False))
-    else:
-        screen = Console()
-        numbers = ("step", "compared", "differing", "largest")
-        table = plain_table("rung", *numbers, "", numbers=numbers)
-        for row in rows:
-            style = "green" if row[-1] == "equal" else "bold red"
-            table.add_row(*row[:-1], f"[{style}]{row[-1]}[/]")
-        screen.print(table)
-        screen.print()
-        style = "bold green" if found.is_equal else "bold red"
-        screen.print(f"[{style}]{escape(found.verdict)}[/]", highlight=False)
-        if found.left_out:
-            screen.print(
-                f"only in one of them: {', '.join(found.left_out)}", style="dim", markup=False
+    found = checks.compare(first, second, tolerance=tolerance)
+    left_out = ", ".join(found.left_out)
+    told = {"is_equal": found.is_equal, "largest": found.largest, "verdict": found.verdict}
+    _tell(
+        f"{first} and {second}",
+        found.verdict,
+        [
+            (
+                each.rung,
+                str(each.step),
+                str(each.num_compared),
+                str(each.num_differing),
+                _apart(each.largest),
+                "differs" if each.num_differing else "equal",
             )
-    if not found.is_equal:
-        raise typer.Exit(1)
-
-
-def _rungs(found: Comparison) -> list[tuple[str, ...]]:
-    return [
-        (
-            each.rung,
-            str(each.step),
-            str(each.num_compared),
-            str(each.num_differing),
-            "0" if each.largest == 0 else f"{each.largest:.1e}",
-            "differs" if each.num_differing else "equal",
-        )
-        for each in found.rungs
-    ]
+            for each in found.rungs
+        ],
+        columns=("rung", "step", "compared", "differing", "largest difference", "verdict"),
+        is_good=found.is_equal,
+        about={
+            "ranks": f"{found.num_ranks[0]} and {found.num_ranks[1]}",
+            "different conditions": "; ".join(found.conditions) or "none",
+            "only in one of them": left_out or "nothing",
+        },
+        figures=asdict(found) | told,
+        note=left_out and f"only in one of them: {left_out}",
+        as_json=as_json,
+        html=html,
+    )
 
 
 # ---- models --------------------------------------------------------------------------------------
 
 
 @verify.command()
+@documented(
+    build={"metavar": "MODULE:FUNCTION"},
+    data={"metavar": "ROWS"},
+    loss={"metavar": "MODULE:FUNCTION"},
+    shard={"help": f"One of {', '.join(checks.SHARDINGS)}."},
+    steps={"min": 1},
+    batch_size={"min": 1},
+    granule={"min": 1},
+    out={"metavar": "FOLDER"},
+    html=FILE,
+)
 def model(
-    build: Annotated[
-        str, typer.Argument(metavar="MODULE:FUNCTION", help="Returns your torch.nn.Module.")
-    ],
-    data: Annotated[
-        str,
-        typer.Option(
-            metavar="ROWS",
-            help="module:function that returns a batch as the model is called with (labels apart), "
-            "or a .safetensors or .json file of rows by name.",
-        ),
-    ],
-    loss: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="Of (output, batch), returns one loss per row; the next token's by default.",
-        ),
-    ] = None,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks to try.")] = "1,2,4",
-    private: Annotated[
-        bool, typer.Option("--private", help="Train privately too: norms, noise and all.")
-    ] = False,
-    shard: Annotated[str, typer.Option(help=f"One of {', '.join(SHARDINGS)}.")] = "zero3",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 4,
-    granule: Annotated[int, typer.Option(min=1, help="Rows that are computed together.")] = 1,
-    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep the traces in this folder.")
-    ] = None,
-    as_json: Json = False,
-    html: Html = None,
+    context: typer.Context,
+    build: str,
+    *,
+    data: str,
+    loss: str | None = None,
+    ranks: str = "1,2,4",
+    private: bool = False,
+    shard: str = "zero3",
+    steps: int = 2,
+    batch_size: int = 4,
+    granule: int = 1,
+    lr: float = 1e-3,
+    out: Path | None = None,
+    as_json: bool = False,
+    html: Path | None = None,
 ) -> None:
     """Train a model of your own on several numbers of ranks, and compare every quantity.
 
@@ -302,33 +295,43 @@ def model(
     \b
     unison verify model mymodule:build_model --data mymodule:batch
     unison verify model mymodule:build_model --data rows.safetensors --private --ranks 1,4
+
+    Args:
+        build: Returns your torch.nn.Module.
+        data: module:function that returns a batch as the model is called with (labels apart), or a
+            .safetensors or .json file of rows by name.
+        loss: Of (output, batch), returns one loss per row; the next token's by default.
+        ranks: Numbers of ranks to try.
+        private: Train privately too: norms, noise and all.
+        shard: How the model lies on ranks.
+        steps: Optimizer steps.
+        batch_size: Rows per step.
+        granule: Rows that are computed together.
+        lr: Learning rate of AdamW.
+        out: Keep the traces in this folder.
+        as_json: Print one JSON object instead of tables.
+        html: Write the figures as one page of HTML too.
     """
     sizes = _sizes(ranks)
-    subject = Subject(
-        build=build,
-        data=data,
-        loss=loss,
-        steps=steps,
-        batch_size=batch_size,
-        granule=granule,
-        lr=lr,
+    subject = checks.Subject(
+        **{each.name: context.params[each.name] for each in fields(checks.Subject)}
     )
     subject.rows()  # what cannot be read is told before ranks are started
     subject.model(drops=True)
     trainings = ("plain", "private") if private else ("plain",)
     tried = [
-        Claim(
+        checks.Claim(
             name=f"{training} training of {build} does not depend on ranks",
             quantity="every rung, from initial to updated parameters",
-            reference=(Case(training=training, shard=shard), sizes[0]),
-            runs=tuple((Case(training=training, shard=shard), size) for size in sizes[1:]),
+            reference=(checks.Case(training=training, shard=shard), sizes[0]),
+            runs=tuple((checks.Case(training=training, shard=shard), size) for size in sizes[1:]),
         )
         for training in trainings
     ]
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    verdicts, seconds = _tried(tried, subject, out)
-    _tell(f"unison verify model {build}", verdicts, seconds, as_json=as_json, html=html, what=build)
+    title = f"unison verify model {build}"
+    _try(title, tried, subject, out, as_json=as_json, html=html, what=build)
 
 
 def _sizes(ranks: str) -> list[int]:
@@ -347,11 +350,8 @@ def _sizes(ranks: str) -> list[int]:
 
 
 @verify.command()
-def runs(
-    first: Annotated[Path, typer.Argument(help="The folder of a run that has ended.")],
-    second: Annotated[Path, typer.Argument(help="That of another one.")],
-    as_json: Json = False,
-) -> None:
+@documented()
+def runs(first: Path, second: Path, *, as_json: bool = False) -> None:
     """Say whether two runs agree bit for bit, and if not, where they part.
 
     The runs must be one experiment: the same model, data, seed and optimisation. They may differ in
@@ -363,8 +363,13 @@ def runs(
     unison train --reducer ordered --nproc 2 --out runs/two
     unison train --reducer ordered --out runs/one
     unison verify runs runs/two runs/one
+
+    Args:
+        first: The folder of a run that has ended.
+        second: That of another one.
+        as_json: Print one JSON object instead of tables.
     """
-    found = compare_runs(first, second)
+    found = checks.compare_runs(first, second)
     if as_json:
         figures = asdict(found) | {"has_same_bits": found.has_same_bits, "verdict": found.verdict}
         typer.echo(json.dumps(figures))
@@ -381,7 +386,7 @@ def runs(
         raise typer.Exit(1)
 
 
-def _comparison_table(found: RunComparison) -> Table:
+def _comparison_table(found: checks.RunComparison) -> Table:
     """Both runs in two columns, and how far they are apart."""
     table = plain_table("last value (of how many)")
     for folder in found.folders:

@@ -21,26 +21,3 @@ from unison.data.rows import (
     unigram_entropy,
 )
 from unison.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
-
-__all__ = [
-    "CORPUS_NAMES",
-    "IGNORE_INDEX",
-    "ByteTokenizer",
-    "Corpus",
-    "FileTokenizer",
-    "Folder",
-    "InMemoryCorpus",
-    "JsonLinesFile",
-    "Piece",
-    "Records",
-    "RowDataset",
-    "Secret",
-    "StandardLibrary",
-    "TextFile",
-    "Tokenizer",
-    "build_rows",
-    "document_split",
-    "open_corpus",
-    "open_tokenizer",
-    "unigram_entropy",
-]

@@ -13,6 +13,7 @@ token of the stream but the first is a target exactly once and no token is store
 
 import copy
 import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -58,10 +59,24 @@ class RowDataset(Dataset[dict[str, Tensor]]):
     A pickled dataset is its path and description only; every process maps the file itself.
 
     Open one with `RowDataset.open`.
+
+    Attributes:
+        directory: The folder of the rows.
+        split: `"train"` or `"eval"`.
+        num_rows: How many rows there are.
+        num_tokens: How many tokens they hold, padding not counted and shared tokens counted once.
+        row_length: How many inputs, and as many targets, a row has.
+        vocab_size: One more than the largest token id.
+        layout: `"packed"` or `"documents"`.
     """
 
     def __init__(self, directory: Path, split: str, description: dict[str, Any]):
         self.directory, self.split, self._description = directory, split, description
+        self.num_rows: int = description["splits"][split]["num_rows"]
+        self.num_tokens: int = description["splits"][split]["num_tokens"]
+        self.row_length: int = description["row_length"]
+        self.vocab_size: int = description["vocab_size"]
+        self.layout: str = description["layout"]
         self._maps: tuple[np.ndarray, np.ndarray | None] | None = None
         self._emptied = np.zeros(0, dtype=np.int64)
         self._is_numbered = False
@@ -103,31 +118,6 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         dataset = cls(directory, split, _read_sidecar(directory))
         dataset._check_files()
         return dataset
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows there are."""
-        return self._description["splits"][self.split]["num_rows"]
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens the rows hold, padding not counted and shared tokens counted once."""
-        return self._description["splits"][self.split]["num_tokens"]
-
-    @property
-    def row_length(self) -> int:
-        """How many inputs, and as many targets, a row has."""
-        return self._description["row_length"]
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest token id."""
-        return self._description["vocab_size"]
-
-    @property
-    def layout(self) -> str:
-        """`"packed"` or `"documents"`."""
-        return self._description["layout"]
 
     def __len__(self) -> int:
         return self.num_rows
@@ -412,25 +402,23 @@ def build_rows(
 
 def _tokenised(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[tuple[int, Piece, np.ndarray]]:
     """Tokenise the corpus batch by batch, and number its documents."""
-    index = 0
-    for batch in _batches(corpus.pieces()):
+    index, pieces = 0, iter(corpus.pieces())
+    while batch := _next_batch(pieces):
         encoded = tokenizer.encode_batch([piece.text for piece in batch])
         for piece, tokens in zip(batch, encoded, strict=True):
             yield index, piece, tokens
             index += piece.ends_document
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def _next_batch(pieces: Iterator[Piece]) -> list[Piece]:
     batch: list[Piece] = []
     num_characters = 0
-    for piece in pieces:
+    for piece in itertools.islice(pieces, _BATCH_PIECES):
         batch.append(piece)
         num_characters += len(piece.text)
-        if num_characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
+        if num_characters >= _BATCH_CHARACTERS:
+            break
+    return batch
 
 
 class RowWriter:

@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode several texts, each on its own."""
-        ...
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
         """Turn ids into text, leaving special tokens out."""
@@ -84,7 +84,7 @@ def _id_array(ids: Iterable[int] | Tensor, vocab_size: int) -> np.ndarray:
     return array
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One token per UTF-8 byte, and two more: `<|end|>` (256) and `<|pad|>` (257).
 
     It needs no file, knows every text and loses nothing.
@@ -124,10 +124,6 @@ class ByteTokenizer:
                 f"{error.object[error.start]!a} at character {error.start}; remove it from the text"
             ) from error
         return np.frombuffer(data, dtype=np.uint8).astype(np.int64)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode several texts, each on its own."""
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
         """Turn ids into text; special tokens are left out, broken UTF-8 becomes U+FFFD.

@@ -18,22 +18,3 @@ from unison.models.language_models import (
     save,
     token_loss_sums,
 )
-
-__all__ = [
-    "CONFIG_FILE",
-    "FAMILIES",
-    "GPT2LM",
-    "PRESETS",
-    "DecoderLM",
-    "LanguageModel",
-    "ModelConfig",
-    "build",
-    "count_parameters",
-    "initialize",
-    "load",
-    "named_inits",
-    "per_sample_loss",
-    "preset",
-    "save",
-    "token_loss_sums",
-]

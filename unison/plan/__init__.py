@@ -22,28 +22,3 @@ from unison.plan.program import (
     simulate,
     stepper,
 )
-
-__all__ = [
-    "CATEGORIES",
-    "GPUS",
-    "Estimate",
-    "Gpu",
-    "Meter",
-    "Peak",
-    "PlannedCall",
-    "PrivateBudget",
-    "Scenario",
-    "Usage",
-    "add_lora",
-    "assumptions",
-    "budget",
-    "check_forward",
-    "count_trained",
-    "estimate",
-    "find_gpu",
-    "first_line",
-    "is_inside",
-    "measure",
-    "simulate",
-    "stepper",
-]

@@ -1,11 +1,11 @@
 """From what a step uses to whether it fits, how long it takes, and what a private run costs."""
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from unison import check
+from unison import check, schema
 from unison.errors import BadInput
 from unison.plan.meter import PlannedCall, Usage
 from unison.plan.program import Scenario
@@ -56,17 +56,9 @@ class Gpu:
     per_machine: int = 8
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise BadInput(f"the name of a GPU must be text, found {self.name!r}")
         if not self.name.isprintable():
             raise BadInput(f"the name of a GPU must be one line of text, found {self.name!r}")
-        numbers = {key: value for key, value in asdict(self).items() if key != "name"}
-        for key, value in numbers.items():
-            kind = int if key == "per_machine" else int | float
-            if isinstance(value, bool) or not isinstance(value, kind):
-                whole = "whole " if kind is int else ""
-                raise BadInput(f"{key} of a GPU must be a {whole}number, found {value!r}")
-        check.positive(**numbers)
+        check.positive(**{key: value for key, value in asdict(self).items() if key != "name"})
 
 
 GPUS = {
@@ -99,12 +91,9 @@ def find_gpu(name: str) -> Gpu:
         raise BadInput(f"--gpu {name} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInput(f"--gpu {name} is not YAML: {str(error).splitlines()[0]}") from error
-    needed = {each.name for each in fields(Gpu)}
-    known = set(found) if isinstance(found, dict) else set()
-    if not known <= needed or not needed - known <= {"name", "per_machine"}:
-        listed = ", ".join(sorted(needed - {"name", "per_machine"}))
-        raise BadInput(f"--gpu {name} must give {listed}, and may give name and per_machine")
-    return Gpu(**{"name": path.stem, **found})
+    if isinstance(found, dict):
+        found = {"name": path.stem} | found
+    return schema.build(Gpu, found, f"--gpu {name}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from unison.errors import UnsupportedOperation
@@ -679,15 +679,14 @@ def _is_fused_by_cuda(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 
 def _is_fused_by_cpu(given: tuple[Any, ...], is_shared: bool) -> bool:
     """Whether torch has one kernel for it on this CPU: it is asked about tensors that lie there."""
+
+    def on_cpu(each: Tensor) -> Tensor:
+        return torch.empty_strided(
+            each.shape, each.stride(), dtype=each.dtype, requires_grad=each.requires_grad
+        )
+
     with _disable_current_modes():
-        own: list[Any] = [
-            torch.empty_strided(
-                each.shape, each.stride(), dtype=each.dtype, requires_grad=each.requires_grad
-            )
-            if isinstance(each, Tensor)
-            else each
-            for each in given
-        ]
+        own: Any = tree_map_only(Tensor, on_cpu, given)
         choice = torch._fused_sdp_choice(*own, enable_gqa=is_shared)
     return choice == SDPBackend.FLASH_ATTENTION.value
 

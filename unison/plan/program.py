@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from unison import check
+from unison import check, shard
 from unison.config import CLIPPINGS, PRECISIONS
 from unison.errors import BadInput, UnisonError
 from unison.kfac import KFAC, KFACConfig
@@ -31,18 +31,6 @@ from unison.models import per_sample_loss, token_loss_sums
 from unison.plan import meter as meter_module
 from unison.plan.meter import HOST, OFFLOADED, Meter, Usage
 from unison.privacy import PrivacyEngine, Shuffled
-from unison.shard import (
-    CPUOffload,
-    MixedPrecision,
-    auto_shard,
-    batch_mean,
-    clip_grad_norm_,
-    deal,
-    find_blocks,
-    materialize,
-    meta_init,
-    units_of,
-)
 from unison.torch_internals import machine_of, without_values
 
 SHARDS = ("full", "zero2", "hybrid")
@@ -165,12 +153,12 @@ def count_trained(build: Build, lora: int = 0) -> int:
     Raises:
         BadInput: If it is no module, or trains nothing.
     """
-    with meta_init():
+    with shard.meta_init():
         model = build()
     if not isinstance(model, nn.Module):
         raise BadInput(f"expected a function that builds a module, found {type(model).__name__}")
     if lora:
-        with meta_init():
+        with shard.meta_init():
             add_lora(model, lora)
     lazy = [name for name, each in model.named_parameters() if nn.parameter.is_lazy(each)]
     if lazy:
@@ -190,7 +178,7 @@ def check_forward(build: Build, scenario: Scenario) -> None:
     Raises:
         BadInput: If not.
     """
-    with meta_init():
+    with shard.meta_init():
         model = build()
     shape = scenario.rows, scenario.row_length
     wanted = (
@@ -260,19 +248,19 @@ def stepper(
         num_steps: How many there are rows for.
     """
     with ExitStack() as stack:
-        with meta_init():  # no rank ever holds more than its part
+        with shard.meta_init():  # no rank ever holds more than its part
             model = build()
             if scenario.lora:
                 add_lora(model, scenario.lora)
-        blocks = find_blocks(model)
+        blocks = shard.find_blocks(model)
         if scenario.checkpoint_activations:
             for block in blocks:
                 block.forward = functools.partial(  # type: ignore[method-assign]
                     checkpoint, block.forward, use_reentrant=False
                 )
-        auto_shard(model, **_sharding(scenario, device))
+        shard.auto_shard(model, **_sharding(scenario, device))
         if device.type != "meta":
-            materialize(model, seed=0, device=device)
+            shard.materialize(model, seed=0, device=device)
         if scenario.compiled:
             compiler = metered_backend(meter) if device.type == "meta" else "inductor"
             for block in blocks:
@@ -281,7 +269,7 @@ def stepper(
         is_hosted = bool(scenario.offload)
         meter.assign("parameters", model.buffers())
         meter.assign(OFFLOADED if is_hosted else "parameters", model.parameters())
-        for group in (group for unit in units_of(model) for group in unit.groups):
+        for group in (group for unit in shard.units_of(model) for group in unit.groups):
             meter.assign("gathered", [] if group.is_alias else [group.full])
         names = {module: name for name, module in model.named_modules()}
         for block in [] if scenario.compiled else blocks:  # hooks would be compiled too
@@ -308,7 +296,7 @@ def add_lora(model: nn.Module, rank: int) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise BadInput("--lora needs peft: pip install peft") from error
-    inside = {id(layer) for block in find_blocks(model) for layer in block.modules()}
+    inside = {id(layer) for block in shard.find_blocks(model) for layer in block.modules()}
     names = [
         name
         for name, layer in model.named_modules()
@@ -332,9 +320,9 @@ def _sharding(scenario: Scenario, device: torch.device) -> dict[str, Any]:
         kind = "cpu" if device.type == "meta" else device.type
         settings["mesh"] = dist.init_device_mesh(kind, shape, mesh_dim_names=names)
     if scenario.precision == "bf16":
-        settings["mp_policy"] = MixedPrecision(param=torch.bfloat16)
+        settings["mp_policy"] = shard.MixedPrecision(param=torch.bfloat16)
     if scenario.offload:
-        settings["offload_policy"] = CPUOffload(
+        settings["offload_policy"] = shard.CPUOffload(
             parameters="params" in scenario.offload, gradients="grads" in scenario.offload
         )
     return settings
@@ -389,7 +377,7 @@ def _training(
         batches = iter(private)
     else:
         loader = DataLoader(data, num_rows)
-        batches = iter(deal(loader, micro_batch=scenario.rows))
+        batches = iter(shard.deal(loader, micro_batch=scenario.rows))
 
     def step(is_counted: bool) -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -404,7 +392,7 @@ def _training(
         if kfac is not None:
             kfac.step()
         elif engine is None and is_counted:  # it takes half the time of a plan, and leaves nothing
-            clip_grad_norm_(model, 1.0)
+            shard.clip_grad_norm_(model, 1.0)
         optimizer.step()
 
     def run_pass(ids: Tensor, labels: Tensor) -> None:
@@ -418,7 +406,7 @@ def _training(
         if kfac is not None and kfac.wants_statistics:
             kfac.sample(logits, labels >= 0, divisor=labels.numel()).backward(retain_graph=True)
         losses = (token_loss_sums if engine is None else per_sample_loss)(logits, labels)
-        loss = batch_mean(losses)
+        loss = shard.batch_mean(losses)
         meter.enter_place("backward")
         loss.backward()
 

@@ -7,20 +7,3 @@ from unison.train.replay import ReplayConfig, ReplayResult, check_replay, replay
 from unison.train.report import result_table
 from unison.train.run_folder import chart
 from unison.train.world import RankFailed, run_on_local_ranks, was_launched
-
-__all__ = [
-    "RankFailed",
-    "ReplayConfig",
-    "ReplayResult",
-    "TrainResult",
-    "chart",
-    "check_before_launch",
-    "check_replay",
-    "replay",
-    "result_table",
-    "resumed_config",
-    "run_on_local_ranks",
-    "saved_world_size",
-    "train",
-    "was_launched",
-]

@@ -25,27 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from unison import run_files, shard
 from unison.config import MAX_LOCAL_RANKS, MechanismConfig, TrainConfig
 from unison.errors import BadInput, UnisonError
 from unison.privacy import LEDGER_FILE
-from unison.run_files import (
-    CHECKPOINTS_FOLDER,
-    CONFIG_FILE,
-    ENVIRONMENT_FILE,
-    RESULT_FILE,
-    read_config,
-    read_state,
-    write_state,
-)
-from unison.schema import build, cut, is_a, read_json, short
-from unison.shard import (
-    ALONE,
-    MANIFEST_FILE,
-    RankLost,
-    load_checkpoint,
-    read_manifest,
-    save_checkpoint,
-)
+from unison.schema import build, cut, differing, is_a, read_json, short
 from unison.train.run_folder import COVERED, checkpoints_of, num_counted_steps, settle
 from unison.train.world import GRACE_SECONDS, after_stop_signal
 
@@ -83,7 +67,7 @@ class Progress:
 
 def folder_of(run: "Run", step: int) -> Path:
     """Where the checkpoint of a step lies."""
-    return Path(run.config.output.folder) / CHECKPOINTS_FOLDER / f"step-{step:06d}"
+    return Path(run.config.output.folder) / run_files.CHECKPOINTS_FOLDER / f"step-{step:06d}"
 
 
 def save_newest(run: "Run") -> None:
@@ -97,13 +81,15 @@ def save_newest(run: "Run") -> None:
     world = run.world
     finish(run)
     extra = Extra.of(run)
-    files, curvature = {}, run.transform.state_dict()  # a copy, whole, on every rank
-    if curvature is not None and world.is_main:
-        files[CURVATURE_FILE] = partial(write_state, state=curvature)
+    files = {}
+    if run.kfac is not None:
+        curvature = run.kfac.state_dict()  # a copy, whole, on every rank
+        if world.is_main:
+            files[CURVATURE_FILE] = partial(run_files.write_state, state=curvature)
     if run.background is None and not run.config.execution.guard:
         # Not under a guard, which takes the thread's collectives for the program's.
         run.background = dist.new_group(backend="gloo")  # type: ignore[assignment]
-    run.written = save_checkpoint(
+    run.written = shard.save_checkpoint(
         folder_of(run, extra.progress.step),
         run.model,
         run.optimizer,
@@ -138,12 +124,12 @@ def prune(root: Path, num_kept: int) -> None:
     """Remove the oldest checkpoints of a run, and what crashes have left of others."""
     for old in checkpoints_of(root)[:-num_kept]:
         # The manifest first: what is left if this is cut short is no checkpoint.
-        (old / MANIFEST_FILE).unlink()
+        (old / shard.MANIFEST_FILE).unlink()
         shutil.rmtree(old)
-    for left in (root / CHECKPOINTS_FOLDER).glob("step-*"):
-        if left.name[5:].isdecimal() and not (left / MANIFEST_FILE).exists():
+    for left in (root / run_files.CHECKPOINTS_FOLDER).glob("step-*"):
+        if left.name[5:].isdecimal() and not (left / shard.MANIFEST_FILE).exists():
             shutil.rmtree(left)
-    for left in (root / CHECKPOINTS_FOLDER).glob(f".*{ALONE}*"):
+    for left in (root / run_files.CHECKPOINTS_FOLDER).glob(f".*{shard.ALONE}*"):
         shutil.rmtree(left)
 
 
@@ -163,7 +149,7 @@ def outlived(run: "Run") -> Iterator[None]:
             yield
     except Exception as error:
         # Other errors that a user can mend come to all ranks alike: nobody is lost.
-        if not isinstance(error, UnisonError) or isinstance(error, RankLost):
+        if not isinstance(error, UnisonError) or isinstance(error, shard.RankLost):
             try:
                 _save_alone(run)
             except Exception as failure:
@@ -178,7 +164,7 @@ def _save_alone(run: "Run") -> None:
             return
         extra = replace(extra, regime=run.regime.witnessed(extra.regime))
         folder = folder_of(run, extra.progress.step)
-        save_checkpoint(folder, run.model, run.optimizer, extra=asdict(extra), alone=True)
+        shard.save_checkpoint(folder, run.model, run.optimizer, extra=asdict(extra), alone=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +219,7 @@ def load_newest(
     refused: list[BadInput] = []
     # As one rank sees the folder: others may see it a moment later.
     root = Path(run.config.output.folder)
-    found, *_ = run.world.agree(partial(checkpoints_of, root), when=run.world.is_main)
-    for folder in reversed(found or []):
+    for folder in reversed(run.world.on_main(partial(checkpoints_of, root))):
         if at_most is not None and int(folder.name[5:]) > at_most:
             continue
         try:
@@ -242,7 +227,7 @@ def load_newest(
         except BadInput as error:
             refused.append(error)
             continue
-        run.source = folder / MANIFEST_FILE
+        run.source = folder / shard.MANIFEST_FILE
         run.notes += [f"refused a checkpoint: {error}" for error in refused]
         return found
     if refused:
@@ -251,21 +236,21 @@ def load_newest(
 
 
 def _load(run: "Run", folder: Path) -> tuple[Extra, dict[str, Any] | None]:
-    source = folder / MANIFEST_FILE
+    source = folder / shard.MANIFEST_FILE
     # Before the model changes: every rank looks at the file itself.
     extra = run.world.agree(lambda: _extra_of(run, source))[run.world.rank]
     assert extra is not None
-    load_checkpoint(folder, run.model, run.optimizer, verify=True)
+    shard.load_checkpoint(folder, run.model, run.optimizer, verify=True)
     run.scheduler.load_state_dict(extra.scheduler)
     if run.config.mechanism.kfac is None:
         return extra, None
     curvature: dict[str, Any] = {}
-    run.world.agree(lambda: curvature.update(read_state(folder / CURVATURE_FILE)))
+    run.world.agree(lambda: curvature.update(run_files.read_state(folder / CURVATURE_FILE)))
     return extra, curvature
 
 
 def _extra_of(run: "Run", source: Path) -> Extra:
-    manifest = read_manifest(source.parent)
+    manifest = shard.read_manifest(source.parent)
     extra = build(Extra, manifest.extra, source, field="extra")
     if run.config.mechanism.kfac is not None and CURVATURE_FILE not in manifest.files:
         raise BadInput(f"{source} lists no {CURVATURE_FILE}; a run with K-FAC needs it to go on")
@@ -311,9 +296,9 @@ def check_resumable(run: Path) -> None:
         BadInput: If it is no run, is done, or has no checkpoint.
     """
     settle(run)
-    if not (run / CONFIG_FILE).is_file():
+    if not (run / run_files.CONFIG_FILE).is_file():
         raise BadInput(f"{run} is not the folder of a run; --resume takes one that stopped")
-    if (run / RESULT_FILE).is_file():
+    if (run / run_files.RESULT_FILE).is_file():
         raise BadInput(f"the run in {run} is complete; start a new one with another --out")
     if not checkpoints_of(run):
         remedy = "start it again with --overwrite"
@@ -343,7 +328,7 @@ def resumed_config(
         BadInput: If the mechanism would change, naming every setting that differs.
     """
     check_resumable(run)
-    saved = read_config(run).settings
+    saved = run_files.read_config(run)
     given = set(given) | ({"replicas"} if "shard" in given else set())  # it is a part of how
     before = _flat(saved.mechanism)
     after = _flat(asked.mechanism) | dict(parts or {})
@@ -387,15 +372,16 @@ def check_same_rows(run: Path, rows: dict[str, Any]) -> None:
     Raises:
         BadInput: If the rows are not those the run began with, naming what differs.
     """
-    before, after = read_config(run).rows, json.loads(json.dumps(rows))
+    before, after = run_files.read_config(run).rows, json.loads(json.dumps(rows))
     for split, found in after.items():
-        known = build(dict[str, Any], before.get(split), run / CONFIG_FILE, field=f"rows.{split}")
+        known = build(
+            dict[str, Any], before.get(split), run / run_files.CONFIG_FILE, field=f"rows.{split}"
+        )
         found = {"sha256": None} | found
         known = {"sha256": found["sha256"]} | known  # an older unison wrote no hash
         changes = [
             f"{name} was {short(known.get(name))}, now it is {short(found.get(name))}"
-            for name in sorted(known.keys() | found.keys())
-            if known.get(name) != found.get(name)
+            for name in differing(known, found)
         ]
         if changes:
             raise BadInput(
@@ -406,7 +392,7 @@ def check_same_rows(run: Path, rows: dict[str, Any]) -> None:
 
 def saved_world_size(run: Path) -> int:
     """How many ranks a run had when it began; 1 where it does not say."""
-    path = run / ENVIRONMENT_FILE
+    path = run / run_files.ENVIRONMENT_FILE
     if not path.is_file():
         return 1
     size = build(dict[str, Any], read_json(path), path).get("world_size")

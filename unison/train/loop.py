@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import unison
+from unison import run_files
 from unison.config import WHOLE_SHARDINGS, MechanismConfig, TrainConfig
 from unison.data import (
     RowDataset,
@@ -35,47 +36,19 @@ from unison.models import LanguageModel, ModelConfig, build, count_parameters, p
 from unison.privacy import BudgetSpent
 from unison.replay import StepRecord, StepRecorder, open_record
 from unison.rng import Key
-from unison.run_files import (
-    CONFIG_FILE,
-    CURVE_FILE,
-    RESULT_FILE,
-    TrainResult,
-    read_config,
-    read_metrics,
-    read_result,
-)
-from unison.schema import cut
+from unison.schema import cut, differing
 from unison.shard import find_blocks, full_parameters
-from unison.train import report
-from unison.train.checkpoint import (
-    Extra,
-    Progress,
-    check_resumable,
-    check_same_rows,
-    finish,
-    load_newest,
-    outlived,
-    save_newest,
-)
+from unison.train import checkpoint, report, run_folder
 from unison.train.regime import PrivateRegime, Regime
 from unison.train.report import ProgressView
-from unison.train.run_folder import (
-    COVERED,
-    check_free,
-    locked,
-    open_metrics,
-    open_run_folder,
-    plot_losses,
-    settle,
-    write_json,
-)
+from unison.train.run_folder import open_metrics, plot_losses
 from unison.train.step import (
     Batch,
-    NaturalGradient,
     joined,
     make_optimizer,
     make_schedule,
     mean_loss,
+    settings_of,
     to_device,
     train_step,
 )
@@ -94,7 +67,7 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, e
 MOST_EXACT = 1024  # outputs for which `unison.KFAC` goes through all labels
 
 
-def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
+def train(config: TrainConfig, *, on_stderr: bool = False) -> run_files.TrainResult:
     """Run a training run on this process's rank; every rank of the world must call it.
 
     Args:
@@ -139,7 +112,7 @@ def running_out_of_room(world: World) -> Iterator[None]:
         ) from error
 
 
-def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainResult:
+def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> run_files.TrainResult:
     mechanism, output, folder = config.mechanism, config.output, Path(config.output.folder)
     with ExitStack() as stack:
         config.check_parts()
@@ -147,33 +120,31 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
         if config.execution.guard:
             stack.enter_context(unison.guard())
 
-        def check_folder() -> tuple[bool, TrainResult | None]:
+        def check_folder() -> tuple[bool, run_files.TrainResult | None]:
             """Whether the run goes on; and its result, if it was started again after its end."""
             goes_on = output.resume
             if goes_on:
-                check_resumable(folder)
-            elif was_launched() and (folder / CONFIG_FILE).is_file():
+                checkpoint.check_resumable(folder)
+            elif was_launched() and (folder / run_files.CONFIG_FILE).is_file():
                 # Ranks that this launch started before may be about to end.
-                is_ours = is_same_launch(read_config(folder).launch)
-                settle(folder, within=GRACE_SECONDS if is_ours else 0.0)
-                saved = read_config(folder)
+                is_ours = is_same_launch(run_files.read_config(folder).launch)
+                run_folder.settle(folder, within=GRACE_SECONDS if is_ours else 0.0)
+                saved = run_files.read_config(folder)
                 goes_on = is_same_launch(saved.launch)
                 if goes_on and saved.mechanism != mechanism:
                     raise BadInput(
                         f"{folder} holds a run of this launch with other settings; choose another "
                         "--out, or another --rdzv-id for torchrun"
                     )
-                if goes_on and (folder / RESULT_FILE).is_file():
-                    return True, read_result(folder)
+                if goes_on and (folder / run_files.RESULT_FILE).is_file():
+                    return True, run_files.read_result(folder)
             if goes_on:
-                stack.enter_context(locked(folder))  # before its checkpoint is read
+                stack.enter_context(run_folder.locked(folder))  # before its checkpoint is read
             else:
-                check_free(folder, overwrite=output.overwrite)
+                run_folder.check_free(folder, overwrite=output.overwrite)
             return goes_on, None
 
-        (checked, *_) = world.agree(check_folder, when=world.is_main)
-        assert checked is not None
-        goes_on, done = checked
+        goes_on, done = world.on_main(check_folder)
         if done is not None:
             return done
         if goes_on:
@@ -186,8 +157,10 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
 
         # Only now is anything written: whatever was wrong with the input has been said.
         console = Console(stderr=on_stderr) if world.is_main else None
-        opened = open_run_folder(folder, overwrite=output.overwrite, resume=output.resume)
-        world.agree(partial(stack.enter_context, opened), when=world.is_main)
+        opened = run_folder.open_run_folder(
+            folder, overwrite=output.overwrite, resume=output.resume
+        )
+        world.on_main(partial(stack.enter_context, opened))
         stack.enter_context(running_out_of_room(world))  # inside: a failed run says what is left
 
         def begin() -> None:
@@ -197,7 +170,7 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
                 tensorboard=output.tensorboard,
                 after_step=run.progress.step or None,
                 last=run.figures,
-                only=COVERED if run.is_guarded else None,
+                only=run_folder.COVERED if run.is_guarded else None,
             )
 
             def heard(write: Callable[..., None]) -> Callable[..., None]:
@@ -219,12 +192,12 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
         # A new run is one before its ledger begins; one whose ledger is refused does not go on.
         world.agree(begin, when=world.is_main and not output.resume)
         stack.enter_context(run.regime.attached())
-        stack.enter_context(run.transform.attached(curvature))
+        stack.enter_context(run.preconditioned(curvature))
         del curvature  # it is as large as the model
         world.agree(begin, when=world.is_main and output.resume)
         if console is not None:
             report.say_start(console, run)
-        stack.enter_context(outlived(run))
+        stack.enter_context(checkpoint.outlived(run))
         with ProgressView(console, config, first=run.progress.step) as run.view:
             result = run.train()
         # Every rank takes part in the gathering; one keeps what comes of it.
@@ -234,11 +207,15 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
             run.raise_failure()
             save(model.config, parameters, folder)
             plot_losses(
-                read_metrics(folder), folder / CURVE_FILE, unigram_entropy=run.unigram_entropy
+                run_files.read_metrics(folder),
+                folder / run_files.CURVE_FILE,
+                unigram_entropy=run.unigram_entropy,
             )
-            write_json(folder / RESULT_FILE, result.published(config).to_fields())
+            run_folder.write_json(
+                folder / run_files.RESULT_FILE, result.published(config).to_fields()
+            )
 
-        world.agree(end, when=world.is_main)
+        world.on_main(end)
     if console is not None:
         report.say_end(console, config, result)
     return result.published(config)
@@ -260,6 +237,7 @@ class Run:
     Attributes:
         signals: Those that ask it to stop.
         progress: How far it has come.
+        kfac: Preconditions its gradients, within `preconditioned`.
         view: Shows steps to a person.
         record: Writes numbers of a step to the run's metrics; on the main rank.
         recorder: Makes digests of every step; None unless the run keeps them.
@@ -312,19 +290,19 @@ class Run:
                 block.compile()
         self.optimizer = make_optimizer(model, mechanism)
         self.scheduler = make_schedule(self.optimizer, mechanism)
-        self.transform = NaturalGradient(config, self.parallel, self.optimizer)
+        self.kfac: unison.KFAC | None = None
         self.key = Key.from_seed(mechanism.seed)
         self.cast = nullcontext
         if mechanism.precision == "bf16":
             self.cast = partial(torch.autocast, world.device.type, dtype=torch.bfloat16)
-        self.progress = Progress()
+        self.progress = checkpoint.Progress()
         self.notes: list[str] = []
         self.source: Path | None = None
         self.failure: OSError | None = None
         self.written: Future[None] | None = None
         self.background: ProcessGroup | None = None
         self.saved_at = time.monotonic()
-        self.boundary: Extra | None = None
+        self.boundary: checkpoint.Extra | None = None
         self.update_lock = threading.Lock()
         self.figures: Mapping[str, float] = {}
         self.started = time.perf_counter()
@@ -361,10 +339,8 @@ class Run:
         state, curvature = None, None
         if self.config.output.resume or self.is_replay:
             folder = Path(self.config.output.folder)
-            self.world.agree(
-                lambda: check_same_rows(folder, report.summarize(self)), when=self.world.is_main
-            )
-            found = load_newest(self, at_most=at_most)
+            self.world.on_main(lambda: checkpoint.check_same_rows(folder, report.summarize(self)))
+            found = checkpoint.load_newest(self, at_most=at_most)
             if found is not None:
                 extra, curvature = found
                 self.progress, state = extra.progress, extra.regime
@@ -372,7 +348,23 @@ class Run:
         self.regime.prepare(state)
         return curvature
 
-    def train(self) -> TrainResult:
+    @contextmanager
+    def preconditioned(self, state: Mapping[str, Any] | None) -> Iterator[None]:
+        """Let K-FAC, if the run has it, watch the model's passes; `state` is a checkpoint's."""
+        if self.config.mechanism.kfac is None:
+            yield
+            return
+        self.kfac = unison.KFAC(self.parallel.module, settings_of(self.config), self.optimizer)
+        try:
+            if state is not None:
+                self.kfac.load_state_dict(state)
+                del state  # it is as large as the model
+            yield
+        finally:
+            self.kfac.detach()
+            self.kfac = None  # see Parallel.module
+
+    def train(self) -> run_files.TrainResult:
         """Train for all steps, or all that are left."""
         mechanism, output, progress = self.config.mechanism, self.config.output, self.progress
         self.started = time.perf_counter() - progress.seconds
@@ -395,13 +387,15 @@ class Run:
             try:
                 budget_sentence = self.take_steps(passes)
             except BaseException as error:  # which one rank may have met alone
-                finish(self, within=GRACE_SECONDS if isinstance(error, UnisonError) else 5)
+                checkpoint.finish(
+                    self, within=GRACE_SECONDS if isinstance(error, UnisonError) else 5
+                )
                 raise
-        finish(self)
+        checkpoint.finish(self)
         self.evaluate_held_out()
         train_after = self.evaluate(self.train_rows)
         self.record(progress.step, **{"eval/train_loss": train_after})
-        return TrainResult(
+        return run_files.TrainResult(
             folder=output.folder,
             preset=mechanism.preset,
             parameters=self.num_parameters,
@@ -462,10 +456,10 @@ class Run:
                 or is_time
                 or (output.checkpoint_every and step % output.checkpoint_every == 0)
             ):
-                save_newest(self)
+                checkpoint.save_newest(self)
                 self.saved_at = time.monotonic()
             if number:
-                finish(self)
+                checkpoint.finish(self)
                 raise self.signals.stopped(f"after step {step} of {mechanism.steps}", number)
         return None
 
@@ -482,7 +476,7 @@ class Run:
     def _set_boundary(self) -> None:
         """Note what this rank could go on from: a step is complete."""
         if self.is_whole:
-            self.boundary = Extra.of(self, self.figures)
+            self.boundary = checkpoint.Extra.of(self, self.figures)
 
     def _leave_boundary(self, *_: object) -> None:
         """Note that an update begins, when nobody reads what it changes."""
@@ -504,7 +498,7 @@ class Run:
             step=step,
             key=self.key,
             objective=self.regime.objective,
-            transform=self.transform,
+            kfac=self.kfac,
             cast=self.cast,
             clip_norm=self.config.mechanism.clip_norm,
             see_loss=self.see_loss,
@@ -542,9 +536,9 @@ class Run:
 
     def changed_conditions(self) -> list[str]:
         """What bits depend on besides the settings, and is not as it was when the run began."""
-        before = read_config(Path(self.config.output.folder)).fingerprint
+        before = run_files.read_config(Path(self.config.output.folder)).fingerprint
         now = json.loads(json.dumps(report.fingerprint(self)))
-        return [n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)]
+        return differing(before, now)
 
     def evaluate_held_out(self) -> None:
         """Measure, record and show the loss on the held-out rows."""
@@ -736,7 +730,7 @@ def check_before_launch(config: TrainConfig) -> None:
     if not (config.output.resume or was_launched()):  # ranks that are started again go on
         if sealed is not None and Path(sealed).exists():
             raise BadInput(f"{sealed} exists, and may be the key of another run: name a new file")
-        check_free(Path(config.output.folder), overwrite=config.output.overwrite)
+        run_folder.check_free(Path(config.output.folder), overwrite=config.output.overwrite)
     model_config, _ = plan_model(mechanism)
     fitting_tokenizer(mechanism, model_config)
     open_corpus(mechanism.data, text_field=mechanism.text_field, seed=mechanism.seed)

@@ -23,33 +23,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import unison
-from unison import check
+from unison import check, rng
+from unison import privacy as dp
 from unison.data import IGNORE_INDEX
 from unison.errors import BadInput
-from unison.privacy import (
-    LEDGER_FILE,
-    Budget,
-    Poisson,
-    PrivacyEngine,
-    PrivateLoader,
-    Sampling,
-    Session,
-    Shuffled,
-    TruncatedPoisson,
-    commit_to_data,
-    epsilon_if_secret,
-    noise_multiplier_for,
-    read_ledger,
-    sampling_for,
-)
-from unison.rng import (
-    Key,
-    Permutation,
-    Stream,
-    open_sealed_key,
-    read_passphrase,
-    seal_key,
-)
 from unison.run_files import PrivacyResult, read_config
 from unison.schema import short
 from unison.train.step import Batch, mean_over_targets
@@ -109,8 +86,8 @@ def rows_of_step(step: int, *, num_rows: int, batch_size: int, seed: int) -> np.
     rows = np.empty_like(positions)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
-        stream = Stream(Key.from_seed(seed), "rows", int(epoch), purpose="shuffle")
-        permutation = Permutation(stream, num_rows)
+        stream = rng.Stream(rng.Key.from_seed(seed), "rows", int(epoch), purpose="shuffle")
+        permutation = rng.Permutation(stream, num_rows)
         rows[chosen] = permutation(torch.from_numpy(offsets[chosen])).numpy()
     return rows
 
@@ -119,7 +96,7 @@ class Regime:
     """Rows in a new order every epoch; the mean over all targets of the global batch."""
 
     def __init__(self, run: "Run") -> None:
-        self._config, self._rows = run.config, run.train_rows
+        self._run, self._config, self._rows = run, run.config, run.train_rows
 
     def prepare(self, state: Mapping[str, Any] | None) -> None:
         """Settle what the steps apply, before anything is written; `state` is a checkpoint's."""
@@ -190,21 +167,18 @@ class PrivateRegime(Regime):
     def __init__(self, run: "Run") -> None:
         super().__init__(run)
         config, rows = run.config, run.train_rows
-        self._run = run
         assert config.mechanism.privacy is not None
         self._privacy = config.mechanism.privacy
-        self._parallel, self._optimizer = run.parallel, run.optimizer
-        self._world, self._cast, self._num_elements = run.world, run.cast, run.num_parameters
-        self._sampling = sampling_for(self._privacy, config.mechanism.batch_size, rows.num_rows)
-        self._ledger_path = Path(config.output.folder) / LEDGER_FILE
-        self._engine = PrivacyEngine(
+        self._sampling = dp.sampling_for(self._privacy, config.mechanism.batch_size, rows.num_rows)
+        self._ledger_path = Path(config.output.folder) / dp.LEDGER_FILE
+        self._engine = dp.PrivacyEngine(
             accountant=self._privacy.accountant,
             secure_noise=self._privacy.secure_noise,
             ledger=None if run.is_replay else self._ledger_path,
         )
-        self._record_key: Key | None = None
+        self._record_key: rng.Key | None = None
         self._state: Mapping[str, Any] | None = None
-        self._loader: PrivateLoader | None = None
+        self._loader: dp.PrivateLoader | None = None
         self._noise_multiplier = self._privacy.noise_multiplier
         self._epsilon, self._epsilon_step = math.inf, 0
 
@@ -212,7 +186,7 @@ class PrivateRegime(Regime):
         """Choose the noise for the run's steps, or take that of a checkpoint."""
         self._state = state
         if self._config.output.resume:
-            is_known, *_ = self._world.agree(self._check_rows, when=self._world.is_main)
+            is_known = self._run.world.on_main(self._check_rows)
             if not is_known and self._config.output.seal_key is None:
                 self._run.notes.append(
                     "of its rows only the number was compared: a private run keeps no hash of "
@@ -226,18 +200,16 @@ class PrivateRegime(Regime):
                     raise BadInput(f"its loader is at step {short(state['loader']['next_step'])}")
         elif self._privacy.epsilon is not None:
             # One rank computes for all: it takes seconds of a core.
-            self._noise_multiplier, *_ = self._world.agree(
-                partial(
-                    noise_multiplier_for,
-                    target_epsilon=self._privacy.epsilon,
-                    target_delta=self._privacy.delta,
-                    sampling=self._sampling,
-                    steps=self._config.mechanism.steps,
-                    accountant=self._privacy.accountant,
-                    rounded_elements=self._num_elements,
-                ),
-                when=self._world.is_main,
+            of_budget = partial(
+                dp.noise_multiplier_for,
+                target_epsilon=self._privacy.epsilon,
+                target_delta=self._privacy.delta,
+                sampling=self._sampling,
+                steps=self._config.mechanism.steps,
+                accountant=self._privacy.accountant,
+                rounded_elements=self._run.num_parameters,
             )
+            self._noise_multiplier = self._run.world.on_main(of_budget)
 
     def _check_rows(self) -> bool:
         """Refuse rows that the ledger commits to others of; returns whether it commits to any.
@@ -246,14 +218,14 @@ class PrivateRegime(Regime):
             BadInput: If they, or the salt, are not those of before.
         """
         path, salt = self._ledger_path, self._config.output.data_salt
-        sessions = read_ledger(path).sessions if path.is_file() else []
+        sessions = dp.read_ledger(path).sessions if path.is_file() else []
         known = {each.commitment for each in sessions} - {None}
         if salt is None or not known:
             return False
         found = None
         if Path(salt).exists():  # none is made now
-            session = Session(num_records=self._rows.num_rows)
-            found = commit_to_data(session, salt=salt, data_id=self._rows.digest(), ledger=path)
+            session = dp.Session(num_records=self._rows.num_rows)
+            found = dp.commit_to_data(session, salt=salt, data_id=self._rows.digest(), ledger=path)
         if found is None or found.commitment not in known:
             raise BadInput(
                 f"the rows of this run, or the salt {salt}, have changed: {path} commits to "
@@ -304,19 +276,19 @@ class PrivateRegime(Regime):
         mechanism, privacy = self._config.mechanism, self._privacy
         is_ordered = mechanism.reducer == "ordered"
         assert self._noise_multiplier is not None  # of `prepare`
-        is_shuffled, salt = isinstance(self._sampling, Shuffled), self._config.output.data_salt
+        is_shuffled, salt = isinstance(self._sampling, dp.Shuffled), self._config.output.data_salt
         budget = None
         if privacy.epsilon is not None and not self._run.is_replay:  # which spends nothing
-            budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta, steps=mechanism.steps)
+            budget = dp.Budget(epsilon=privacy.epsilon, delta=privacy.delta, steps=mechanism.steps)
         key, commitment = self._kept_key()
         if not privacy.secure_noise:
-            self._record_key = Key.from_seed(mechanism.seed).child("record")
+            self._record_key = rng.Key.from_seed(mechanism.seed).child("record")
         with warnings.catch_warnings():
             # `describe` says it, as one sentence.
             warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
             _, _, self._loader = self._engine.make_private(
-                module=self._parallel.module,
-                optimizer=self._optimizer,
+                module=self._run.parallel.module,
+                optimizer=self._run.optimizer,
                 data_loader=DataLoader(
                     self._rows.numbered(),  # dropout's masks hang on the numbers
                     mechanism.batch_size,
@@ -340,44 +312,46 @@ class PrivateRegime(Regime):
                 key_commitment=commitment,
                 data_salt=salt,
                 # The rank that writes the ledger reads the rows for it.
-                data_id=self._rows.digest() if salt and self._world.is_main else None,
+                data_id=self._rows.digest() if salt and self._run.world.is_main else None,
             )
         try:
             if self._state is not None:
                 # The rank that has the ledger may refuse; then all do.
-                self._world.agree(partial(self._load, self._state))
+                self._run.world.agree(partial(self._load, self._state))
             if key is not None and self._engine.ledger.session.key_commitment is not None:
                 self._record_key = key.child("record")
             # Whether the model can be clipped, before any budget is spent: here rather than in the
             # first step, where dropout expects the rows of that step. Each rank takes a row of its
             # own, as in training: ranks that are fed the same one are warned of.
-            row = self._rows.rows([self._world.rank % self._rows.num_rows])["input_ids"]
-            with self._cast():
-                self._engine.check(row.to(self._world.device))
+            row = self._rows.rows([self._run.world.rank % self._rows.num_rows])["input_ids"]
+            with self._run.cast():
+                self._engine.check(row.to(self._run.world.device))
             yield
         finally:
             self._loader.abandon()
             self._engine.detach()
 
-    def _kept_key(self) -> tuple[Key | None, str | None]:
+    def _kept_key(self) -> tuple[rng.Key | None, str | None]:
         """The key that its owner keeps, if any does, and the commitment to it; a collective."""
         output, run = self._config.output, self._run
         if output.seal_key is None:
             return None, None
-        path, folder, found = Path(output.seal_key), Path(output.folder), list[Key]()
+        path, folder, found = Path(output.seal_key), Path(output.folder), list[rng.Key]()
 
         def find() -> str:
-            passphrase, data = read_passphrase(output.passphrase_file), self._rows.digest()
+            passphrase, data = rng.read_passphrase(output.passphrase_file), self._rows.digest()
             if not (run.is_replay or output.resume):
                 if folder.resolve() in path.resolve().parents:
                     raise BadInput(
                         f"the sealed key {path} would lie in the run's folder, where whoever gets "
                         "the run finds it: name another place"
                     )
-                found.append(Key.from_entropy())
-                return seal_key(found[0], path, passphrase, data)
-            key, commitment = open_sealed_key(path, passphrase, data, is_reproducible=run.is_replay)
-            sessions = read_ledger(self._ledger_path).sessions
+                found.append(rng.Key.from_entropy())
+                return rng.seal_key(found[0], path, passphrase, data)
+            key, commitment = rng.open_sealed_key(
+                path, passphrase, data, is_reproducible=run.is_replay
+            )
+            sessions = dp.read_ledger(self._ledger_path).sessions
             if commitment not in {each.key_commitment for each in sessions}:
                 raise BadInput(
                     f"{path} holds the key of another run: {self._ledger_path} commits to none "
@@ -395,9 +369,9 @@ class PrivateRegime(Regime):
             found.append(key)
             return commitment
 
-        commitment, *_ = self._world.agree(find, when=self._world.is_main)
+        commitment = self._run.world.on_main(find)
         # What the other ranks bring to it is replaced by the main one's.
-        others = Key.from_seed(0) if run.is_replay else Key.from_entropy()
+        others = rng.Key.from_seed(0) if run.is_replay else rng.Key.from_entropy()
         return (found[0] if found else others).agree(), commitment
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -414,7 +388,7 @@ class PrivateRegime(Regime):
         Raises:
             BadInput: If the file does not count the step before.
         """
-        found, last = read_ledger(self._ledger_path), state["loader"]["next_step"] - 1
+        found, last = dp.read_ledger(self._ledger_path), state["loader"]["next_step"] - 1
         if all(each.step != last for each in found.releases):
             raise BadInput(f"{found.path} does not count step {last}, which was taken")
         head = asdict(found.whole_head)
@@ -448,7 +422,7 @@ class PrivateRegime(Regime):
     def facts(self, step: int) -> PrivacyFacts:
         """Return ε, now and then computed ahead, and what no ε covers."""
         found = self._engine.diagnostics()  # a collective
-        if self._world.is_main and step > self._epsilon_step:  # the others show nothing
+        if self._run.world.is_main and step > self._epsilon_step:  # the others show nothing
             self._look_ahead(step)
         return PrivacyFacts(
             epsilon=self._epsilon,
@@ -467,7 +441,7 @@ class PrivateRegime(Regime):
         spending = self._engine.ledger.spending.copy()
         for ahead in range(step, self._epsilon_step):  # the engine counts steps from 0
             spending.add(self._engine.mechanism.release(ahead))
-        epsilon = epsilon_if_secret(spending, self._privacy.delta, self._privacy.accountant)
+        epsilon = dp.epsilon_if_secret(spending, self._privacy.delta, self._privacy.accountant)
         self._epsilon = min(epsilon, self._privacy.epsilon or math.inf)  # the budget's guard
 
     def recorded(self, step: int, rows: str, loss: float) -> dict[str, Any]:
@@ -487,10 +461,7 @@ class PrivateRegime(Regime):
         """Return what was applied and spent."""
         privacy, ledger = self._privacy, self._engine.ledger
         assert self._noise_multiplier is not None
-        if_secret, *_ = self._world.agree(
-            partial(ledger.epsilon_if_secret, privacy.delta), when=self._world.is_main
-        )
-        assert if_secret is not None
+        if_secret = self._run.world.on_main(partial(ledger.epsilon_if_secret, privacy.delta))
         return PrivacyResult(
             epsilon=math.inf if ledger.spending.num_seeded else if_secret,
             epsilon_if_secret=if_secret,
@@ -510,18 +481,15 @@ class PrivateRegime(Regime):
         )
 
 
-def in_words(sampling: Sampling) -> str:
+def in_words(sampling: dp.Sampling) -> str:
     """A sampling as a person reads it.
 
-    >>> in_words(Poisson(rate=0.0125))
+    >>> in_words(dp.Poisson(rate=0.0125))
     'Poisson, q = 0.0125'
     """
     match sampling:
-        case Poisson(rate=rate):
+        case dp.Poisson(rate=rate):
             return f"Poisson, q = {rate:.4g}"
-        case TruncatedPoisson(rate=rate, capacity=capacity):
+        case dp.TruncatedPoisson(rate=rate, capacity=capacity):
             return f"Poisson, q = {rate:.4g}, at most {capacity:,} rows"
-        case Shuffled():
-            return "shuffled, no amplification"
-        case other:
-            raise AssertionError(f"no words for {other!r}")
+    return "shuffled, no amplification"

@@ -193,9 +193,7 @@ def check_replay(config: ReplayConfig, num_ranks: int) -> tuple[TrainConfig, tup
 
 def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
     with ExitStack() as stack:
-        checked, *_ = world.agree(partial(check_replay, asked, world.size), when=world.is_main)
-        assert checked is not None
-        config, (first, stop) = checked
+        config, (first, stop) = world.on_main(partial(check_replay, asked, world.size))
         mechanism = config.mechanism
         set_threads(mechanism, stack)
         model, train_rows, eval_rows, entropy = open_model(config, world, stack)
@@ -213,7 +211,7 @@ def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
         if begins > first:
             raise BadInput(f"{run.source} is of step {begins}, which its folder's name is not")
         stack.enter_context(run.regime.attached())
-        stack.enter_context(run.transform.attached(curvature))
+        stack.enter_context(run.preconditioned(curvature))
         del curvature
         record = stack.enter_context(Record(Path(config.output.folder)))
         partings: dict[int, Parting | None] = {}  # of each step, on every rank alike
@@ -259,7 +257,7 @@ def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
         if asked.out is not None:
             parameters = {n: value.cpu() for n, value in full_parameters(model) if world.is_main}
             write = partial(write_counterfactual, Path(asked.out), result, model, parameters)
-            world.agree(write, when=world.is_main)
+            world.on_main(write)
         return result
 
 

@@ -21,19 +21,13 @@ from rich.table import Table
 from rich.text import Text
 
 import unison
+from unison import run_files
 from unison.config import TrainConfig
 from unison.privacy import LEDGER_FILE
 from unison.replay import RECORD_FILE
-from unison.run_files import (
-    CONFIG_FILE,
-    CURVE_FILE,
-    ENVIRONMENT_FILE,
-    METRICS_FILE,
-    PARAMETERS_FILE,
-    TrainResult,
-)
 from unison.train.regime import PrivacyFacts
 from unison.train.run_folder import describe_environment, write_json
+from unison.train.step import settings_of
 
 if TYPE_CHECKING:
     from unison.train.loop import Run
@@ -48,14 +42,16 @@ def write_start(folder: Path, run: "Run") -> None:
     """Write what a run is made of, or add a line where it went on, and on what."""
     config, world = run.config, run.world
     environment = describe_environment(world.size, world.device)
-    if not (folder / CONFIG_FILE).is_file():
+    if not (folder / run_files.CONFIG_FILE).is_file():
         settings = asdict(config)
         settings["model"] = asdict(run.model.config)
         settings["fingerprint"] = fingerprint(run)
         settings["rows"] = summarize(run)
         settings["launch"] = os.environ.get("TORCHELASTIC_RUN_ID")
-        write_json(folder / ENVIRONMENT_FILE, environment)
-        write_json(folder / CONFIG_FILE, settings)  # last: with it the folder is that of a run
+        write_json(folder / run_files.ENVIRONMENT_FILE, environment)
+        write_json(
+            folder / run_files.CONFIG_FILE, settings
+        )  # last: with it the folder is that of a run
         return
     line = {
         "step": run.progress.step,
@@ -112,7 +108,15 @@ def say_start(console: Console, run: "Run") -> None:
             "training loss, norms and clipped fractions are not covered by ε: a terminal shows "
             "them, files have them with --unsafe-diagnostics",
         )
-    say(console, *run.transform.describe())
+    if mechanism.kfac is not None:
+        kfac = settings_of(config)
+        lengths = {"adam": "Adam's", "sgd": "the gradient's", "none": "their own"}
+        say(
+            console,
+            f"K-FAC: damping {kfac.damping:g} ({kfac.damping_form}), {kfac.fisher} Fisher, factors "
+            f"every {kfac.update_every} steps, more often in the first {kfac.burn_in}; steps of "
+            f"{lengths[kfac.graft]} length, taken by SGD",
+        )
     if not config.output.resume:
         return
     say(
@@ -128,9 +132,15 @@ def say_start(console: Console, run: "Run") -> None:
         )
 
 
-def say_end(console: Console, config: TrainConfig, result: TrainResult) -> None:
+def say_end(console: Console, config: TrainConfig, result: run_files.TrainResult) -> None:
     """Show the losses before and after, what privacy cost, and where the run lies."""
-    files = [CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, PARAMETERS_FILE, CURVE_FILE]
+    files = [
+        run_files.CONFIG_FILE,
+        run_files.ENVIRONMENT_FILE,
+        run_files.METRICS_FILE,
+        run_files.PARAMETERS_FILE,
+        run_files.CURVE_FILE,
+    ]
     files += [RECORD_FILE] if config.output.record else []
     # What no ε covers is for eyes: output that is no terminal may be kept.
     shown = result if console.is_terminal else result.published(config)
@@ -148,43 +158,39 @@ def say_end(console: Console, config: TrainConfig, result: TrainResult) -> None:
     say(console, f"run folder [bold]{escape(result.folder)}[/]: {', '.join(files)}")
 
 
-def result_table(result: TrainResult, num_planned: int) -> Table:
+def result_table(result: run_files.TrainResult, num_planned: int) -> Table:
     """What a run came to; of a private one with what it spent, in at most 80 columns."""
     privacy = result.privacy
+    losses = {
+        "eval loss": (result.eval_loss_before, result.eval_loss_after),
+        "train loss": (result.train_loss_before, result.train_loss_after),
+    }
     if privacy is None:
         table = Table(box=None, pad_edge=False)
         table.add_column("nats per token")
         table.add_column("before", justify="right")
         table.add_column("after", justify="right")
-        for name, before, after in (
-            ("train loss", result.train_loss_before, result.train_loss_after),
-            ("eval loss", result.eval_loss_before, result.eval_loss_after),
-        ):
-            table.add_row(name, *("" if x is None else f"{x:.4f}" for x in (before, after)))
+        for name in reversed(losses):
+            table.add_row(name, *("" if x is None else f"{x:.4f}" for x in losses[name]))
         table.add_row("unigram entropy", f"{result.unigram_entropy:.4f}", "", style="dim")
         return table
     table = Table(box=box.ROUNDED, show_header=False)
     table.add_column(style="bold")
     table.add_column()
-
-    def add_loss(name: str, before: float | None, after: float | None, note: str) -> None:
+    notes = {"eval loss": "held-out records, not covered by ε", "train loss": "not covered by ε"}
+    for name, (before, after) in losses.items():
         first = "–" if before is None else f"{before:.4f}"
-        table.add_row(name, f"{first} → [bold]{after:.4f}[/]  [dim]{note}[/]")
-
-    held_out = "held-out records, not covered by ε"
-    add_loss("eval loss", result.eval_loss_before, result.eval_loss_after, held_out)
-    if result.train_loss_after is not None:
-        covered = "not covered by ε"
-        add_loss("train loss", result.train_loss_before, result.train_loss_after, covered)
+        if after is not None:
+            table.add_row(name, f"{first} → [bold]{after:.4f}[/]  [dim]{notes[name]}[/]")
     table.add_row("unigram entropy", f"{result.unigram_entropy:.4f}  [dim]held-out rows[/]")
     table.add_section()
     allowed = "" if privacy.target_epsilon is None else f", of {privacy.target_epsilon:g} allowed"
-    by = f"by {privacy.accountant.upper()}"
+    said = f"{allowed}, by {privacy.accountant.upper()}"
     if privacy.epsilon == math.inf:
         table.add_row("ε spent", "[bold red]infinite[/]: the noise came from a seed")
-        table.add_row("ε if secret", f"{privacy.epsilon_if_secret:.3f}{allowed}, {by}")
+        table.add_row("ε if secret", f"{privacy.epsilon_if_secret:.3f}{said}")
     else:
-        table.add_row("ε spent", f"[bold green]{privacy.epsilon:.3f}[/]{allowed}, {by}")
+        table.add_row("ε spent", f"[bold green]{privacy.epsilon:.3f}[/]{said}")
     table.add_row("δ", f"{privacy.delta:g}")
     table.add_row("noise multiplier σ", f"{privacy.noise_multiplier:.4g}")
     table.add_row("clip norm C", f"{privacy.max_grad_norm:g}, {privacy.clip_rule}")

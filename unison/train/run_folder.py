@@ -25,16 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unison import run_files
 from unison.errors import BadInput, UnisonError
 from unison.privacy import LEDGER_FILE, read_ledger
-from unison.run_files import (
-    CHECKPOINTS_FOLDER,
-    CONFIG_FILE,
-    ENVIRONMENT_FILE,
-    METRICS_FILE,
-    RESULT_FILE,
-    read_metrics,
-)
 from unison.schema import version_of
 from unison.shard import MANIFEST_FILE, settle_checkpoints
 from unison.train.world import may_start_again
@@ -46,9 +39,9 @@ LOCK_FILE = ".lock"
 # What a run that was killed may have written before it was one.
 BEFORE_CONFIG = {
     LOCK_FILE,
-    ENVIRONMENT_FILE,
-    f".{ENVIRONMENT_FILE}.partial",
-    f".{CONFIG_FILE}.partial",
+    run_files.ENVIRONMENT_FILE,
+    f".{run_files.ENVIRONMENT_FILE}.partial",
+    f".{run_files.CONFIG_FILE}.partial",
 }
 
 
@@ -70,7 +63,7 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
             return
         if folder.is_dir() and not {path.name for path in folder.iterdir()} - BEFORE_CONFIG:
             return
-        is_run = (folder / CONFIG_FILE).is_file()
+        is_run = (folder / run_files.CONFIG_FILE).is_file()
     # A name that is too long, or has a NUL in it; a link to itself.
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, UnisonError):
@@ -124,10 +117,10 @@ def settle(folder: Path, *, within: float = 0.0) -> None:
             if time.monotonic() >= deadline:
                 raise
             time.sleep(0.1)
-    settle_checkpoints(folder / CHECKPOINTS_FOLDER)
+    settle_checkpoints(folder / run_files.CHECKPOINTS_FOLDER)
     if not replaced.is_dir():
         return
-    if (folder / RESULT_FILE).is_file():
+    if (folder / run_files.RESULT_FILE).is_file():
         shutil.rmtree(replaced)
     elif not folder.exists() or _keep_or_remove(folder, is_name_free=True) is None:
         replaced.rename(folder)
@@ -187,7 +180,7 @@ def open_run_folder(folder: Path, *, overwrite: bool, resume: bool = False) -> I
             folder.parent.mkdir(parents=True, exist_ok=True)
             if folder.exists():
                 stack.enter_context(locked(folder))
-                if (folder / CONFIG_FILE).exists():
+                if (folder / run_files.CONFIG_FILE).exists():
                     if replaced.exists():  # of a run that was killed, which has something to keep
                         _keep_or_remove(folder, is_name_free=False)
                     else:
@@ -255,7 +248,9 @@ def num_counted_steps(run: Path) -> int:
 
 def checkpoints_of(run: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    found = [path.parent for path in (run / CHECKPOINTS_FOLDER).glob(f"step-*/{MANIFEST_FILE}")]
+    found = [
+        path.parent for path in (run / run_files.CHECKPOINTS_FOLDER).glob(f"step-*/{MANIFEST_FILE}")
+    ]
     own = [path for path in found if path.name[5:].isdecimal()]  # not a user's copy of one
     return sorted(own, key=lambda path: int(path.name[5:]))
 
@@ -303,8 +298,8 @@ def open_metrics(
         last: Numbers of that step, if they may not have been written.
         only: Names that may be written; None for all.
     """
-    path = folder / METRICS_FILE
-    kept = [] if after_step is None else read_metrics(folder, until=after_step)
+    path = folder / run_files.METRICS_FILE
+    kept = [] if after_step is None else run_files.read_metrics(folder, until=after_step)
     if last and not any(each["step"] == after_step and last.keys() <= each.keys() for each in kept):
         kept.append({"step": after_step, **last})
     part = path.with_suffix(".partial")

@@ -5,8 +5,8 @@ into the step's direction.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -30,15 +30,11 @@ ADAM_BETAS = (0.9, 0.95)
 def make_optimizer(model: nn.Module, mechanism: MechanismConfig) -> Optimizer:
     """Make the optimizer; norm gains and biases (one dimension) are not decayed."""
     groups = unison.param_groups(model, mechanism.weight_decay)
-    match mechanism.optimizer:
-        case "adamw":
-            return AdamW(groups, lr=mechanism.lr, betas=ADAM_BETAS)
-        case "sgd":
-            # Where K-FAC has Adam's length, its step is made of averaged gradients already.
-            is_averaged = mechanism.kfac is not None and mechanism.kfac.graft == "adam"
-            return SGD(groups, lr=mechanism.lr, momentum=0.0 if is_averaged else 0.9)
-        case other:
-            raise AssertionError(f"no rule for the optimizer {other!r}")
+    if mechanism.optimizer == "adamw":
+        return AdamW(groups, lr=mechanism.lr, betas=ADAM_BETAS)
+    # SGD. Where K-FAC has Adam's length, its step is made of averaged gradients already.
+    is_averaged = mechanism.kfac is not None and mechanism.kfac.graft == "adam"
+    return SGD(groups, lr=mechanism.lr, momentum=0.0 if is_averaged else 0.9)
 
 
 def make_schedule(optimizer: Optimizer, mechanism: MechanismConfig) -> LRScheduler:
@@ -57,94 +53,17 @@ def lr_factor(step: int, mechanism: MechanismConfig) -> float:
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, mechanism.steps - warmup)
-    match mechanism.schedule:
-        case "constant":
-            return 1.0
-        case "linear":
-            return 1 - progress
-        case "cosine":
-            return 0.5 * (1 + math.cos(math.pi * progress))
-        case other:
-            raise AssertionError(f"no rule for the schedule {other!r}")
-
-
-# ---- from gradient to direction ------------------------------------------------------------------
-
-
-class NaturalGradient:
-    """Preconditions a step's gradient with `unison.KFAC`; leaves it alone in a run without `kfac`.
-
-    Its labels come from the run's seed and the positions of rows in the global batch, so that they
-    do not depend on the number of ranks.
-
-    Args:
-        config: The settings.
-        parallel: The model as the ranks hold it.
-        optimizer: The SGD that takes the step.
-    """
-
-    def __init__(self, config: TrainConfig, parallel: Parallel, optimizer: Optimizer) -> None:
-        self._settings = None if config.mechanism.kfac is None else settings_of(config)
-        self._parallel, self._optimizer = parallel, optimizer
-        self._kfac: unison.KFAC | None = None
-
-    def describe(self) -> list[str]:
-        """Say how curvature is made and applied, before the first step."""
-        settings = self._settings
-        if settings is None:
-            return []
-        lengths = {"adam": "Adam's", "sgd": "the gradient's", "none": "their own"}
-        return [
-            f"K-FAC: damping {settings.damping:g} ({settings.damping_form}), {settings.fisher} "
-            f"Fisher, factors every {settings.update_every} steps, more often in the first "
-            f"{settings.burn_in}; steps of {lengths[settings.graft]} length, taken by SGD"
-        ]
-
-    @contextmanager
-    def attached(self, state: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """Watch the model's passes, and give it back at the end; `state` is a checkpoint's."""
-        if self._settings is None:
-            assert state is None
-            yield
-            return
-        self._kfac = unison.KFAC(self._parallel.module, self._settings, self._optimizer)
-        try:
-            if state is not None:
-                self._kfac.load_state_dict(state)
-                del state  # it is as large as the model
-            yield
-        finally:
-            self._kfac.detach()
-            self._kfac = None  # see Parallel.module
-
-    def observe(self, logits: Tensor, labels: Tensor, num_targets: int) -> None:
-        """Draw labels for a pass, before its loss is sent back, if this step updates the factors.
-
-        Args:
-            logits: Of the pass [rows, tokens, vocab].
-            labels: Of the pass [rows, tokens]; what is ignored by the loss does not count.
-            num_targets: Labels that count in the whole logical batch.
-        """
-        if self._kfac is None or not self._kfac.wants_statistics:
-            return
-        # What the loss that is sent back divides the sum over labels by. Only the empirical Fisher
-        # asks: it is made of that loss's gradients.
-        divisor = max(num_targets, 1) / self._parallel.gradient_scale
-        sampled = self._kfac.sample(logits, labels != IGNORE_INDEX, divisor=divisor)
-        sampled.backward(retain_graph=True)
-
-    def apply(self) -> None:
-        """Put the step's direction where its gradient is; every rank must call it."""
-        if self._kfac is not None:
-            self._kfac.step()
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the factors and what was made of them, None without; every rank must call it."""
-        return None if self._kfac is None else self._kfac.state_dict()
+    if mechanism.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - progress if mechanism.schedule == "linear" else 1.0
 
 
 def settings_of(config: TrainConfig) -> unison.KFACConfig:
-    """The settings of `unison.KFAC` in a run."""
+    """The settings of `unison.KFAC` in a run.
+
+    Labels come from the run's seed and the positions of rows in the global batch, so that they do
+    not depend on the number of ranks.
+    """
     assert config.mechanism.kfac is not None
     return unison.KFACConfig(
         **asdict(config.mechanism.kfac),
@@ -192,14 +111,15 @@ def train_step(
     step: int,
     key: Key,
     objective: Objective = mean_over_targets,
-    transform: NaturalGradient | None = None,
+    kfac: unison.KFAC | None = None,
     cast: Callable[[], AbstractContextManager] = nullcontext,
     clip_norm: float | None = None,
     see_loss: Callable[[Tensor], Tensor] = lambda share: share,
 ) -> tuple[dict[str, float], int]:
     """Take one optimizer step on the logical batch of which this rank gets `passes`.
 
-    `passes` ends with the logical batch. `see_loss` is a tracer's: it returns what it is given.
+    `passes` ends with the logical batch. `kfac` makes the step's direction of its gradient.
+    `see_loss` is a tracer's: it returns what it is given.
 
     Returns:
         The step's loss, the norm of the gradient it was taken with and its learning rate, by the
@@ -218,8 +138,12 @@ def train_step(
             logits = parallel(batch["input_ids"])  # [rows, tokens, vocab]
         # 2. The loss, of which each sample's part depends on that sample alone. Curvature, if there
         #    is any, is of the same pass.
-        if transform is not None:
-            transform.observe(logits, batch["labels"], num_targets)
+        if kfac is not None and kfac.wants_statistics:
+            # What the loss that is sent back divides the sum over labels by. Only the empirical
+            # Fisher asks: it is made of that loss's gradients.
+            divisor = max(num_targets, 1) / parallel.gradient_scale
+            sampled = kfac.sample(logits, batch["labels"] != IGNORE_INDEX, divisor=divisor)
+            sampled.backward(retain_graph=True)
         losses, is_last = objective(logits, batch)
         # In float64, so that the step's loss, rounded to the losses' own precision at the end, does
         # not tell in how many passes it came.
@@ -242,8 +166,8 @@ def train_step(
             )
 
     # 5. The direction: the gradient itself, or what K-FAC makes of it.
-    if transform is not None:
-        transform.apply()
+    if kfac is not None:
+        kfac.step()
 
     # 6. The update.
     lr = float(scheduler.get_last_lr()[0])

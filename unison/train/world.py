@@ -98,6 +98,11 @@ class World:
                 raise met
         return [result for result, _ in outcomes]
 
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Run `work` on the main rank and return its result on all; see `agree`."""
+        result, *_ = self.agree(work, when=self.is_main)
+        return result  # type: ignore[return-value]
+
 
 def pick_device(name: str, local_rank: int) -> torch.device:
     """Turn `"auto"`, `"cpu"` or `"cuda"` into this rank's device."""
@@ -352,15 +357,13 @@ class Parallel:
                 self.module = DistributedDataParallel(model)
                 if sums_gradients:
                     self.gradient_scale = world_size
-            case "none":
+            case _:
                 if world_size > 1:
                     raise BadInput(
-                        f"shard 'none' is for one rank, found {world_size}; use full, zero2, "
+                        f"shard {shard!r} is for one rank, found {world_size}; use full, zero2, "
                         "hybrid, fsdp2 or ddp"
                     )
                 fill()
-            case other:
-                raise AssertionError(f"no rule for shard {other!r}")
 
     def __call__(self, *args: Any) -> Tensor:
         """Run the model's forward."""
@@ -420,22 +423,18 @@ def shard_with_fsdp2(
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard  # it takes a second to import
 
-    for block in find_blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for part in (*find_blocks(model), model):
+        fully_shard(part, mesh=mesh)
     fill()
-    match reducer:
-        case "ordered":
-            unison.use_ordered_reduction(model)
-        case "fast":
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_gradient_divide_factor(1.0)
-                    # Otherwise a factor other than the world size becomes a kind of reduction that
-                    # gloo does not have.
-                    module.set_force_sum_reduction_for_comms(True)
-        case other:
-            raise AssertionError(f"no rule for the reducer {other!r}")
+    if reducer == "ordered":
+        unison.use_ordered_reduction(model)
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Otherwise a factor other than the world size becomes a kind of reduction that gloo
+            # does not have.
+            module.set_force_sum_reduction_for_comms(True)
 
 
 # ---- starting ranks ------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Checks of claims: whether runs hold the same bits, where they part, whether a model is pure."""
 
-from unison.verify.cases import SHARDINGS, Case, Subject
+from unison.verify.cases import SHARDINGS, Case, Subject, imported
 from unison.verify.claims import DEPTHS, Claim, Verdict, claims, try_claims
 from unison.verify.ladder import Comparison, Difference, compare
 from unison.verify.page import page
@@ -8,28 +8,3 @@ from unison.verify.purity import Purity, purity
 from unison.verify.quantities import RUNGS, Quantity, Trace
 from unison.verify.runs import RunComparison, RunFolder, compare_runs
 from unison.verify.trace import Tracer, trace
-
-__all__ = [
-    "DEPTHS",
-    "RUNGS",
-    "SHARDINGS",
-    "Case",
-    "Claim",
-    "Comparison",
-    "Difference",
-    "Purity",
-    "Quantity",
-    "RunComparison",
-    "RunFolder",
-    "Subject",
-    "Trace",
-    "Tracer",
-    "Verdict",
-    "claims",
-    "compare",
-    "compare_runs",
-    "page",
-    "purity",
-    "trace",
-    "try_claims",
-]

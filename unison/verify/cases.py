@@ -25,23 +25,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from unison import check
+from unison import check, shard
 from unison.config import REDUCERS
 from unison.errors import BadInput, UnisonError
 from unison.kfac import KFAC, KFACConfig
 from unison.models import build, per_sample_loss, preset
 from unison.privacy import PrivacyEngine
 from unison.schema import read_json, short
-from unison.shard import (
-    auto_shard,
-    batch_mean,
-    current_plan,
-    deal,
-    find_blocks,
-    fully_shard,
-    open_weights,
-    use_ordered_reduction,
-)
 from unison.verify.trace import trace
 
 TRAININGS = ("plain", "private", "kfac")
@@ -208,9 +198,10 @@ def imported(path: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(name), attribute)
-    except Exception as error:  # the user's module runs
+    except (Exception, SystemExit) as error:  # the user's module runs
+        told = " ".join(str(error).split()) or type(error).__name__
         raise BadInput(
-            f"{path!r} cannot be imported ({error}); name it as module:function, the module in the "
+            f"{path!r} cannot be imported ({told}); name it as module:function, the module in the "
             "working folder or installed"
         ) from None
     if not callable(found):
@@ -241,7 +232,7 @@ def _rows_of_file(file: Path) -> Batch:
     if file.suffix == ".safetensors":
         if not file.is_file():
             raise BadInput(f"{file} cannot be read: there is no such file")
-        with open_weights(file) as found:
+        with shard.open_weights(file) as found:
             return {name: found[name] for name in found}
     if file.suffix == ".json":
         found = read_json(file)
@@ -311,7 +302,7 @@ def run_case(
     """Train a subject in one way, on the ranks that call it, and write its trace."""
     is_ordered = case.reducer == "ordered"
     model = subject.model(drops=is_ordered)
-    blocks = find_blocks(model)
+    blocks = shard.find_blocks(model)
     for block in blocks if case.recompute else ():
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     for block in blocks if case.compile and case.training != "private" else ():
@@ -344,7 +335,7 @@ def run_case(
     else:
         engine = None
         torch.manual_seed(SEED)
-        batches = deal(
+        batches = shard.deal(
             _batches(subject.rows(), subject), granule=granule, micro_batch=case.micro_batch
         )
         if case.training == "kfac":
@@ -365,9 +356,9 @@ def run_case(
                 if kfac is not None and kfac.wants_statistics:
                     kfac.sample(getattr(output, "logits", output)).backward(retain_graph=True)
                 # In float64: in how many passes a mean came must not show in its bits.
-                loss = tracer.loss(batch_mean(losses.double()))
+                loss = tracer.loss(shard.batch_mean(losses.double()))
                 (loss * scale).backward()
-                plan = current_plan()
+                plan = shard.current_plan()
                 if plan is not None and not plan.closes_logical_batch:
                     continue
                 if kfac is not None:
@@ -384,35 +375,27 @@ def run_case(
 
 def sharded(model: nn.Module, case: Case) -> nn.Module:
     """Lay a model on the ranks."""
-    options: dict[str, Any] = {"reducer": case.reducer, "gradient_divisor": 1}
     size = dist.get_world_size() if dist.is_initialized() else 1
-    match case.shard:
-        case "none":
-            return model
-        case "ddp":
-            return nn.parallel.DistributedDataParallel(model)
-        case "zero3":
-            return auto_shard(model, **options)
-        case "zero2":
-            return auto_shard(model, reshard_after_forward=False, **options)
-        case "root":
-            return fully_shard(model, **options)
-        case "hybrid":
-            shape = (2, size // 2) if size % 2 == 0 else (1, size)
-            names = ("replicate", "shard")
-            mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
-            return auto_shard(model, mesh=mesh, **options)
-        case "fsdp2":
-            from torch.distributed import fsdp
+    if case.shard == "none":
+        return model
+    if case.shard == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if case.shard == "fsdp2":
+        from torch.distributed import fsdp
 
-            mesh = dist.init_device_mesh("cpu", (size,))
-            for block in find_blocks(model):
-                fsdp.fully_shard(block, mesh=mesh)
-            fsdp.fully_shard(model, mesh=mesh)
-            if case.reducer == "ordered" and case.training != "private":
-                use_ordered_reduction(model)
-            return model
-    raise AssertionError(case.shard)
+        mesh = dist.init_device_mesh("cpu", (size,))
+        for part in (*shard.find_blocks(model), model):
+            fsdp.fully_shard(part, mesh=mesh)
+        if case.reducer == "ordered" and case.training != "private":
+            shard.use_ordered_reduction(model)
+        return model
+    options: dict[str, Any] = {"reshard_after_forward": case.shard != "zero2"}
+    if case.shard == "hybrid":
+        shape = (2, size // 2) if size % 2 == 0 else (1, size)
+        names = ("replicate", "shard")
+        options["mesh"] = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    lay = shard.fully_shard if case.shard == "root" else shard.auto_shard
+    return lay(model, reducer=case.reducer, gradient_divisor=1, **options)
 
 
 def _one_by_one(rows: Batch) -> Any:

@@ -6,7 +6,7 @@ traces are then compared rung by rung.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -79,10 +79,18 @@ def claims(depth: str = "default") -> list[Claim]:
     sizes, is_quick = DEPTHS[depth], depth == "quick"
     plain, private = Case(), Case(training="private")
     kfac, fast = Case(training="kfac"), Case(reducer="fast")
-    everything = "every rung, from initial to updated parameters"
 
-    def on(cases: Iterable[Case], ranks: Sequence[int] = sizes) -> tuple[Run, ...]:
-        return tuple((case, size) for size in ranks for case in cases)
+    def of(
+        quantity: str,
+        reference: Case,
+        cases: Sequence[Case],
+        ranks: Sequence[int] = sizes,
+        tolerance: float = 0.0,
+    ) -> dict[str, Any]:
+        """A claim's fields; its reference is trained on one rank."""
+        runs = tuple((case, size) for size in ranks for case in cases)
+        told = {"quantity": quantity, "runs": runs, "tolerance": tolerance}
+        return {"reference": (reference, 1), **told}
 
     def variants(case: Case, **settings: Sequence[Any]) -> list[Case]:
         return [
@@ -91,95 +99,53 @@ def claims(depth: str = "default") -> list[Claim]:
 
     shardings = ["zero3", "root"] if is_quick else ["zero3", "zero2", "root", "hybrid"]
     held = ["zero3", "ddp"] if is_quick else ["none", "zero3", "ddp", "fsdp2"]
+    summed = ["zero3"] if is_quick else ["zero3", "ddp", "fsdp2"]
     one_pass = [mode for mode, choice in MODES.items() if choice.num_forwards == 1]
     modes = ["ghost", "grad_materialize"] if is_quick else one_pass
-    found = [
-        Claim(
-            name="world size and sharding change no bit of training",
-            quantity=everything,
-            reference=(plain, 1),
-            runs=on(variants(plain, shard=shardings)),
+    everything = "every rung, from initial to updated parameters"
+    with_sums = "norms, coefficients, sums, noise, and every other rung"
+    factors = "factors, inverses, directions, and every other rung"
+    passes: dict[str, Any] = {"micro_batch": [2], "recompute": [True]}
+    found = {
+        "world size and sharding change no bit of training": of(
+            everything, plain, variants(plain, shard=shardings)
         ),
-        Claim(
-            name="micro-batches and recompute change no bit of training",
-            quantity=everything,
-            reference=(plain, 1),
-            runs=on(variants(plain, micro_batch=[2], recompute=[True]), (1, *sizes)),
+        "micro-batches and recompute change no bit of training": of(
+            everything, plain, variants(plain, **passes), (1, *sizes)
         ),
-        Claim(
-            name="world size and sharding change no bit of private training",
-            quantity="norms, coefficients, sums, noise, and every other rung",
-            reference=(replace(private, shard="none"), 1),
-            runs=on(variants(private, shard=held)),
+        "world size and sharding change no bit of private training": of(
+            with_sums, replace(private, shard="none"), variants(private, shard=held)
         ),
-        Claim(
-            name="micro-batches and recompute change no bit of private training",
-            quantity="norms, coefficients, sums, noise, and every other rung",
-            reference=(private, 1),
-            runs=on(variants(private, micro_batch=[2], recompute=[True]), sizes),
+        "micro-batches and recompute change no bit of private training": of(
+            with_sums, private, variants(private, **passes)
         ),
-        Claim(
-            name="clipping modes change rounding only",
-            quantity="norms, coefficients, sums, noise, and every other rung",
-            reference=(private, 1),
-            runs=on(variants(private, clipping=modes), (1,)),
-            tolerance=ROUNDING,
+        "clipping modes change rounding only": of(
+            with_sums, private, variants(private, clipping=modes), (1,), ROUNDING
         ),
-        Claim(
-            name="the fast reducer changes rounding only",
-            quantity=everything,
-            reference=(fast, 1),
-            runs=on(variants(fast, shard=["zero3"] if is_quick else ["zero3", "ddp", "fsdp2"])),
-            tolerance=ROUNDING,
+        "the fast reducer changes rounding only": of(
+            everything, fast, variants(fast, shard=summed), tolerance=ROUNDING
         ),
-        Claim(
-            name="world size changes no bit of K-FAC",
-            quantity="factors, inverses, directions, and every other rung",
-            reference=(kfac, 1),
-            runs=on([kfac] if is_quick else variants(kfac, shard=["zero3", "root"])),
+        "world size changes no bit of K-FAC": of(
+            factors, kfac, [kfac] if is_quick else variants(kfac, shard=["zero3", "root"])
         ),
-    ]
-    if is_quick:
-        return found
-    compiled = [replace(each, compile=True) for each in (plain, private)]
-    for case in compiled:
-        what = "compiled private training" if case.training == "private" else "compiled training"
-        found.append(
-            Claim(
-                name=f"world size changes no bit of {what}",
-                quantity="every rung but activations",
-                reference=(case, 1),
-                runs=on([case]),
-            )
+    }
+    if not is_quick:
+        for case, what in {
+            plain: "compiled training",
+            private: "compiled private training",
+        }.items():
+            compiled, quantity = replace(case, compile=True), "every rung but activations"
+            found |= {
+                f"world size changes no bit of {what}": of(quantity, compiled, [compiled]),
+                f"{what} changes rounding only": of(quantity, case, [compiled], (1,), ROUNDING),
+            }
+        found["K-FAC's way to reduce factors changes no bit"] = of(
+            factors, kfac, variants(kfac, reduction=["factor"]), (1, *sizes)
         )
-        found.append(
-            Claim(
-                name=f"{what} changes rounding only",
-                quantity="every rung but activations",
-                reference=(replace(case, compile=False), 1),
-                runs=((case, 1),),
-                tolerance=ROUNDING,
-            )
-        )
-    found.append(
-        Claim(
-            name="K-FAC's way to reduce factors changes no bit",
-            quantity="factors, inverses, directions, and every other rung",
-            reference=(kfac, 1),
-            runs=on(variants(kfac, reduction=["factor"]), (1, *sizes)),
-        )
-    )
-    if depth == "full":
-        found += [
-            Claim(
-                name=f"world size changes no bit with clipping {mode!r}",
-                quantity="norms, coefficients, sums, noise, and every other rung",
-                reference=(replace(private, clipping=mode), 1),
-                runs=on([replace(private, clipping=mode)]),
-            )
-            for mode in one_pass
-        ]
-    return found
+    for case in variants(private, clipping=one_pass) if depth == "full" else ():
+        name = f"world size changes no bit with clipping {case.clipping!r}"
+        found[name] = of(with_sums, case, [case])
+    return [Claim(name=name, **fields) for name, fields in found.items()]
 
 
 def try_claims(

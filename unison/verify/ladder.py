@@ -18,6 +18,7 @@ import numpy as np
 
 from unison import check
 from unison.errors import BadInput
+from unison.schema import differing
 from unison.verify.quantities import RUNGS, Quantity, Trace, positions
 
 OF_ROWS = {"inputs", "activations", "per-sample norms", "coefficients"}
@@ -144,7 +145,7 @@ def compare(
         raise BadInput(f"{a.source} and {b.source} have no step in common")
     steps = {step for step, _ in both}
     left_out = {rung for step, rung, _ in keys if (step, rung) not in both and step in steps}
-    conditions = _differing(a.conditions, b.conditions)
+    conditions = both_of(a.conditions, b.conditions)
     floors: dict[tuple[int, int], float] = {}
     for key, entry in a.entries.items():
         floors[key[:2]] = max(floors.get(key[:2], 0.0), _SMALL * _size(entry))
@@ -183,12 +184,9 @@ def compare(
     )
 
 
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name} ({a.get(name)!r} and {b.get(name)!r})"
-        for name in sorted(a.keys() | b.keys())
-        if a.get(name) != b.get(name)
-    ]
+def both_of(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """What differs between two runs, with both values."""
+    return [f"{name} ({a.get(name)!r} and {b.get(name)!r})" for name in differing(a, b)]
 
 
 def _values(x: Quantity, y: Quantity) -> tuple[np.ndarray, np.ndarray]:

@@ -127,15 +127,16 @@ def _differences(
                 f"granule {index} has other outputs after the granules before it than alone on a "
                 "model of its own: something goes from one call of the model to the next"
             )
-    gradients = {name: parameter.grad for name, parameter in second.named_parameters()}
-    for name, parameter in first.named_parameters():
-        if not _are_equal(parameter.grad, gradients[name]):
-            reasons.append(f"the gradient of {name} depends on how granules are cut into passes")
-    buffers = dict(second.named_buffers())
-    for name, buffer in first.named_buffers():
-        if not _are_equal(buffer, buffers[name]):
-            reasons.append(f"the buffer {name} depends on how granules are cut into passes")
-    return reasons
+    one, other = (
+        {f"gradient of {name}": each.grad for name, each in model.named_parameters()}
+        | {f"buffer {name}": each for name, each in model.named_buffers()}
+        for model in (first, second)
+    )
+    return reasons + [
+        f"the {name} depends on how granules are cut into passes"
+        for name in one
+        if not _are_equal(one[name], other[name])
+    ]
 
 
 def _are_equal(first: Tensor | None, second: Tensor | None) -> bool:

@@ -228,17 +228,12 @@ class Quantity:
 
     def as_json(self) -> dict[str, Any]:
         """The same as values that JSON can hold, exactly."""
-        made: dict[str, Any] = {
-            "step": self.step,
-            "rung": self.rung,
-            "name": self.name,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
+        made = vars(self) | {
             "blocks": [f"{each:x}" for each in self.blocks],
             "values": [float(each).hex() for each in self.values],
             "norm": float(self.norm).hex(),
         }
-        return made | {flag: True for flag in ("disagree", "repeats") if getattr(self, flag)}
+        return {name: each for name, each in made.items() if each is not False}
 
     @classmethod
     def of_json(cls, found: Any, source: str) -> "Quantity":

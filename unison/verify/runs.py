@@ -11,26 +11,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from unison import run_files
 from unison.errors import BadInput
-from unison.run_files import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    PARAMETERS_FILE,
-    RESULT_FILE,
-    SavedConfig,
-    TrainResult,
-    read_config,
-    read_metrics,
-    read_result,
-)
+from unison.schema import differing
 from unison.shard import open_weights
+from unison.verify.ladder import both_of
+from unison.verify.quantities import bits_of
 
-FILES = (CONFIG_FILE, RESULT_FILE, METRICS_FILE, PARAMETERS_FILE)
+FILES = (
+    run_files.CONFIG_FILE,
+    run_files.RESULT_FILE,
+    run_files.METRICS_FILE,
+    run_files.PARAMETERS_FILE,
+)
 NOT_COMPARED = frozenset({"train/tokens_per_second"})  # measured, not computed
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +39,8 @@ class RunFolder:
     """
 
     folder: str
-    config: SavedConfig
-    result: TrainResult
+    config: run_files.SavedConfig
+    result: run_files.TrainResult
     series: dict[str, dict[int, float]]
 
     @classmethod
@@ -63,12 +57,12 @@ class RunFolder:
                 "give the --out of two runs of unison train"
             )
         series: dict[str, dict[int, float]] = {}
-        for record in read_metrics(folder):
+        for record in run_files.read_metrics(folder):
             step = record.pop("step")
             for name, value in record.items():
                 if name not in NOT_COMPARED and value is not None:
                     series.setdefault(name, {})[step] = value
-        config, result = read_config(folder), read_result(folder)
+        config, result = run_files.read_config(folder), run_files.read_result(folder)
         return cls(folder=str(folder), config=config, result=result, series=series)
 
     @property
@@ -204,7 +198,7 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
         num_ranks=(a.result.world_size, b.result.world_size),
         shardings=(a.result.shard, b.result.shard),
         reducer=a.mechanism["reducer"],
-        conditions=_differing(a.config.fingerprint, b.config.fingerprint),
+        conditions=differing(a.config.fingerprint, b.config.fingerprint),
         series=[
             _series_difference(name, a.series.get(name, {}), b.series.get(name, {}))
             for name in sorted(a.series.keys() | b.series.keys())
@@ -221,23 +215,13 @@ def _check_one_experiment(a: RunFolder, b: RunFolder) -> None:
                 "other run has; for a comparison train both with --no-secure-noise and one --seed "
                 "(such runs are not private)"
             )
-    before, after = a.mechanism, b.mechanism
-    changes = [
-        f"{name} ({before.get(name)!r} and {after.get(name)!r})"
-        for name in _differing(before, after)
-    ]
-    if changes:
+    if changes := both_of(a.mechanism, b.mechanism):
         raise BadInput(
             f"the runs are different experiments: {', '.join(changes)}; compare runs that differ "
             "in ranks, sharding and micro-batches only"
         )
     if a.config.rows != b.config.rows:
         raise BadInput(f"{a.folder} and {b.folder} were trained on different rows")
-
-
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The names whose values are not the same."""
-    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 
 def _series_difference(
@@ -266,7 +250,7 @@ def _relative(a: float | None, b: float | None) -> float:
 
 
 def _parameter_difference(a_run: RunFolder, b_run: RunFolder) -> ParameterDifference:
-    first, second = (Path(run.folder) / PARAMETERS_FILE for run in (a_run, b_run))
+    first, second = (Path(run.folder) / run_files.PARAMETERS_FILE for run in (a_run, b_run))
     num_elements, num_differing, largest = 0, 0, 0.0
     with open_weights(first) as a, open_weights(second) as b:
         if set(a.keys()) != set(b.keys()):
@@ -279,9 +263,7 @@ def _parameter_difference(a_run: RunFolder, b_run: RunFolder) -> ParameterDiffer
                     f"{name} is {list(x.shape)} {x.dtype} in {first}, and {list(y.shape)} "
                     f"{y.dtype} in {second}"
                 )
-            # As whole numbers, of which two are equal only if all their bits are.
-            bits = _INTEGERS[x.element_size()]
-            is_other = x.view(bits) != y.view(bits)
+            is_other = bits_of(x) != bits_of(y)
             num_elements += x.numel()
             num_differing += int(is_other.sum())
             if is_other.any():

@@ -28,22 +28,7 @@ from unison.errors import BadInput
 from unison.parallel import MakeSums, ShardedParam, adapter_of, curvatures, private_trainings
 from unison.shard import BatchPlan, PerGranule, current_plan, fingerprint, running_granule, units_of
 from unison.torch_internals import canonical_name
-from unison.verify.quantities import (
-    DRAWN,
-    FORMAT,
-    LENGTH_OF_HEAD,
-    NUM_VALUES,
-    RUNGS,
-    Contribution,
-    Elements,
-    alike,
-    bits_of,
-    block_digests,
-    hashed,
-    merged,
-    positions,
-    words_of,
-)
+from unison.verify import quantities
 
 # ---- recording -----------------------------------------------------------------------------------
 
@@ -54,7 +39,7 @@ def trace(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    num_values: int = NUM_VALUES,
+    num_values: int = quantities.NUM_VALUES,
     keep: Sequence[tuple[str, str]] = (),
     activations: bool = True,
     first_step: int = 0,
@@ -127,7 +112,7 @@ class Tracer:
         self._params = list(self._adapter.params)
         self._by_piece = {id(each.parameter): each for each in self._params}
         self._by_name = {each.name: each for each in self._params}
-        self._parts: dict[tuple[str, str], Contribution] = {}
+        self._parts: dict[tuple[str, str], quantities.Contribution] = {}
         self._calls: Counter[tuple[str, int]] = Counter()
         self._loss: float | None = None
         self._plan: BatchPlan | None = None  # of the pass under way
@@ -164,7 +149,7 @@ class Tracer:
             raise BadInput(error)
         self._write(
             {
-                "unison_trace": FORMAT,
+                "unison_trace": quantities.FORMAT,
                 "num_ranks": ranks.size,
                 "is_private": self._private is not None,
                 "conditions": fingerprint(device=self._adapter.device),
@@ -251,21 +236,19 @@ class Tracer:
                 for key in ("lr", "betas", "eps", "momentum", "weight_decay"):
                     if key in group:
                         name = f"{key} of group {number}"
-                        self._see_whole("settings", name, _number(group[key]))
+                        self._see("settings", name, _number(group[key]))
             for owned in self._params:
-                if owned.parameter.grad is None:
-                    continue
-                self._see_part("gradients", owned, owned.gradient())
+                if owned.parameter.grad is not None:
+                    self._see("gradients", owned.name, owned.gradient(), owned)
 
     def _see_step(self, *_: Any) -> None:
         """The optimizer has stepped, if there was a gradient: the logical batch was complete."""
-        has_gradients = any(owned.parameter.grad is not None for owned in self._params)
-        if not has_gradients:
+        if all(owned.parameter.grad is None for owned in self._params):
             return
         with _unseen():
             if self._loss is not None:
                 value = torch.tensor(self._loss, dtype=torch.float32)
-                self._see_whole("loss", "loss", value)
+                self._see("loss", "loss", value)
             if self._private is not None:
                 norms = self._private.norms()  # a collective; every rank has those of all samples
                 if self._adapter.everyone.rank == 0:
@@ -278,12 +261,12 @@ class Tracer:
                             name = f"{layer['layer']['name']}: {key}"
                             is_factor = not key.startswith("graft")
                             rung = "curvature" if is_factor else "optimizer state"
-                            self._see_whole(rung, name, each)
+                            self._see(rung, name, each)
             for owned in self._params:
                 for key, value in self._optimizer.state.get(owned.parameter, {}).items():
                     if isinstance(value, Tensor) and value.dim():
                         name = f"{owned.name}: {key}"
-                        self._see_part("optimizer state", owned, _local(value), name)
+                        self._see("optimizer state", name, _local(value), owned)
             self._see_parameters("updated parameters")
         self._flush()
         self._step, self._loss = self._step + 1, None
@@ -294,15 +277,16 @@ class Tracer:
         """See this rank's gradient of a whole parameter, of one granule or of its rows."""
         owned = self._by_piece[id(piece)]
         with _unseen():
-            index = Elements.all(owned.numel)
+            index = quantities.Elements.all(owned.numel)
             # Granules are leaves of one tree, whoever computes them: their digests add up.
-            digests = block_digests(gradient, index, salt=granule + 1)
+            digests = quantities.block_digests(gradient, index, salt=granule + 1)
             self._add_summand(owned, index, gradient, digests)
 
     def see_sum(self, piece: nn.Parameter, part: Tensor) -> None:
         """See this rank's part of the sum over ranks, divided [elements]."""
         with _unseen():
-            self._see_part("gradients after reduction", self._by_piece[id(piece)], part)
+            owned = self._by_piece[id(piece)]
+            self._see("gradients after reduction", owned.name, part, owned)
 
     # --- observer of private training ------------------------------------------------------------
 
@@ -338,8 +322,8 @@ class Tracer:
                     continue
                 own = total if earlier is None else total - earlier.view_as(total)
                 owned = self._by_name[name]
-                index = Elements.of(owned, is_whole=True)
-                digests = block_digests(own, index, is_linear=True)
+                index = quantities.Elements.of(owned, is_whole=True)
+                digests = quantities.block_digests(own, index, is_linear=True)
                 self._add_summand(owned, index, own.double() * grid.spacing, digests)
         return made
 
@@ -356,11 +340,13 @@ class Tracer:
         }
         with _unseen():
             for name, value in applied.items():
-                self._see_whole("settings", name, _number(value))
+                self._see("settings", name, _number(value))
             for owned, total in totals:
                 values = self._totals[owned.name] = (total.double() * grid.spacing).reshape(-1)
-                digests = block_digests(total, Elements.of(owned), is_linear=True)
-                self._see_part("gradients after reduction", owned, values, digests=digests)
+                digests = quantities.block_digests(
+                    total, quantities.Elements.of(owned), is_linear=True
+                )
+                self._see("gradients after reduction", owned.name, values, owned, digests)
 
     def see_noisy(
         self, gradients: Iterable[tuple[ShardedParam, Tensor]]
@@ -372,25 +358,33 @@ class Tracer:
                 if total is not None:
                     local = _local(gradient).detach().reshape(-1)
                     noise = local.double() * self._divisor - total
-                    self._see_part("noise", owned, noise)
+                    self._see("noise", owned.name, noise, owned)
             yield owned, gradient
 
     # --- what is kept ----------------------------------------------------------------------------
 
-    def _part(self, rung: str, name: str, shape: Sequence[int], like: Tensor) -> Contribution:
+    def _part(
+        self, rung: str, name: str, shape: Sequence[int], like: Tensor
+    ) -> quantities.Contribution:
         if (rung, name) not in self._parts:
             dtype = str(like.dtype).removeprefix("torch.")
-            self._parts[rung, name] = Contribution(tuple(shape), dtype)
+            self._parts[rung, name] = quantities.Contribution(tuple(shape), dtype)
         return self._parts[rung, name]
 
     def _count(self, rung: str, name: str) -> int:
         return 1 << 40 if (rung, name) in self._keep else self._num_values
 
     def _add_values(
-        self, rung: str, name: str, part: Contribution, key: Any, index: Elements, value: Tensor
+        self,
+        rung: str,
+        name: str,
+        part: quantities.Contribution,
+        key: Any,
+        index: quantities.Elements,
+        value: Tensor,
     ) -> None:
         """Add the values at the places that are kept to those that are there."""
-        wanted = positions(index.numel, self._count(rung, name))
+        wanted = quantities.positions(index.numel, self._count(rung, name))
         here, places = index.places(wanted)
         chosen = value.detach().reshape(-1)[torch.from_numpy(places.astype(np.int64))]
         values = part.values.setdefault(key, {})
@@ -398,7 +392,7 @@ class Tracer:
             values[place] = values.get(place, 0.0) + each
 
     def _add_summand(
-        self, owned: ShardedParam, index: Elements, value: Tensor, digests: np.ndarray
+        self, owned: ShardedParam, index: quantities.Elements, value: Tensor, digests: np.ndarray
     ) -> None:
         """Add what this rank adds to a sum over ranks."""
         rung, name = "gradients before reduction", owned.name
@@ -410,42 +404,30 @@ class Tracer:
         part.blocks[key] = part.blocks.get(key, 0) + digests
         self._add_values(rung, name, part, key, index, value)
 
-    def _see_part(
-        self,
-        rung: str,
-        owned: ShardedParam,
-        value: Tensor,
-        name: str | None = None,
-        digests: np.ndarray | None = None,
-    ) -> None:
-        """See this rank's part of something that lies as a parameter does."""
-        index = Elements.of(owned)
-        self._see_elements(rung, name or owned.name, owned.shape, index, value, digests)
-
-    def _see_whole(self, rung: str, name: str, value: Tensor) -> None:
-        self._see_elements(rung, name, tuple(value.shape), Elements.all(value.numel()), value)
-
-    def _see_elements(
+    def _see(
         self,
         rung: str,
         name: str,
-        shape: Sequence[int],
-        index: Elements,
         value: Tensor,
+        owned: ShardedParam | None = None,
         digests: np.ndarray | None = None,
     ) -> None:
-        part, key = self._part(rung, name, shape, value), ("part", None, index)
-        part.blocks[key] = block_digests(value, index) if digests is None else digests
+        """See a whole tensor, or this rank's part of something that lies as a parameter does."""
+        whole = quantities.Elements.all(value.numel())
+        index = whole if owned is None else quantities.Elements.of(owned)
+        part = self._part(rung, name, value.shape if owned is None else owned.shape, value)
+        key = ("part", None, index)
+        part.blocks[key] = quantities.block_digests(value, index) if digests is None else digests
         part.squares[key] = float(value.detach().double().square().sum())
         self._add_values(rung, name, part, key, index, value)
-        head = value.detach().reshape(-1)[:LENGTH_OF_HEAD].double().tolist()
-        if rung in DRAWN and len(set(head)) == LENGTH_OF_HEAD:
+        head = value.detach().reshape(-1)[: quantities.LENGTH_OF_HEAD].double().tolist()
+        if rung in quantities.DRAWN and len(set(head)) == quantities.LENGTH_OF_HEAD:
             part.heads[key] = head
 
     def _see_parameters(self, rung: str, *, others: bool = False) -> None:
         with _unseen():
             for owned in self._params:
-                self._see_part(rung, owned, owned.local.detach())
+                self._see(rung, owned.name, owned.local.detach(), owned)
             if not others:
                 return
             root = self._adapter.module
@@ -453,10 +435,10 @@ class Tracer:
             for path, value in frozen.items():
                 if not value.requires_grad:
                     whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-                    self._see_whole(rung, canonical_name(path), whole)
+                    self._see(rung, canonical_name(path), whole)
             for path, value in root.named_buffers():
                 if self._adapter.everyone.rank == 0 and value.numel():
-                    self._see_whole(rung, canonical_name(path), value)
+                    self._see(rung, canonical_name(path), value)
 
     def _see_rows(self, rung: str, name: str, value: Tensor, granule: int | None = None) -> None:
         """See a tensor of which each row is a sample's, if it is one."""
@@ -489,13 +471,15 @@ class Tracer:
         shape = shape if value.shape[0] == len(ids) else (value.shape[0] // len(ids), *shape)
         part = self._part(rung, name, shape, value)
         part.num_rows = num_rows
-        wanted = positions(num_rows * width, self._count(rung, name))
-        bits = bits_of(rows).reshape(len(ids), -1)
+        wanted = quantities.positions(num_rows * width, self._count(rung, name))
+        bits = quantities.bits_of(rows).reshape(len(ids), -1)
         inside = np.arange(bits.shape[1], dtype=np.uint64)
         for place, row in enumerate(ids.tolist()):
             if row < 0:  # padding
                 continue
-            words = hashed(inside, words_of(bits[place], is_linear=False), is_linear=False)
+            words = quantities.hashed(
+                inside, quantities.words_of(bits[place], is_linear=False), is_linear=False
+            )
             part.blocks[row] = int(words.sum(dtype=np.uint64))
             kept = np.flatnonzero((row * width <= wanted) & (wanted < (row + 1) * width))
             chosen = rows[place][torch.from_numpy(wanted[kept] - row * width)]
@@ -514,10 +498,10 @@ class Tracer:
             return
         assert of_all is not None
         names = dict.fromkeys(name for each in of_all for name in each)
-        repeated = {rung: alike(rung, of_all) for rung in DRAWN}
-        for rung, name in sorted(names, key=lambda each: RUNGS.index(each[0])):
+        repeated = {rung: quantities.alike(rung, of_all) for rung in quantities.DRAWN}
+        for rung, name in sorted(names, key=lambda each: quantities.RUNGS.index(each[0])):
             found = [each[rung, name] for each in of_all if (rung, name) in each]
-            entry = merged(self._step, rung, name, found, self._count(rung, name))
+            entry = quantities.merged(self._step, rung, name, found, self._count(rung, name))
             entry.repeats = name in repeated.get(rung, ())
             self._write(entry.as_json())
         self._file.flush()
