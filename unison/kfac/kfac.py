@@ -645,7 +645,7 @@ class KFAC:
                 another state.
             CheckpointFailed: On every rank, if any could not read.
         """
-        from unison.shard.state.checkpoint import read_parts
+        from unison.shard.state.files import read_parts
 
         folder, ranks = Path(folder), self._adapter.ranks
 

@@ -253,13 +253,10 @@ def agree(ranks: Ranks, work: Callable[[], T]) -> list[T]:
         result = work()
     except BaseException as error:  # an interrupt, too: the other ranks wait to hear of it
         # Not every exception can be pickled: what is sent is a type of ours, and a text.
-        what = f"{type(error).__name__}: {error}"
-        met, message = error, (None, what)
-        if isinstance(error, UnisonError | KeyboardInterrupt):
+        kind = CheckpointFailed if isinstance(error, OSError) else None
+        met, message = error, (kind, f"{type(error).__name__}: {error}")
+        if isinstance(error, UnisonError):
             message = type(error), str(error)
-        elif isinstance(error, OSError):
-            remedy = "a checkpoint needs a folder that every rank can reach, and room in it"
-            message = CheckpointFailed, f"rank {ranks.rank} met {what}; {remedy}"
     outcomes = gather_objects(ranks, (result, message))
     for rank, (_, told) in enumerate(outcomes):
         if told is not None:

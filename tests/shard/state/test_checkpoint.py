@@ -32,7 +32,7 @@ from unison.shard import (
     save_checkpoint,
 )
 from unison.shard.sharded_tensor import local_part
-from unison.shard.state import checkpoint
+from unison.shard.state import files
 
 EXTRA = {"step": 3, "loader": {"position": [1, 2], "epoch": None}, "loss": 0.1 + 0.2}
 
@@ -273,7 +273,7 @@ def test_manifest_is_readable_and_files_are_safetensors(tmp_path):
 
 def write_small_files(world: World, folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "FILE_BYTES", 4096)
+        patch.setattr(files, "FILE_BYTES", 4096)
         return write(world, folder, "auto")[0]
 
 

@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
@@ -16,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from unison.errors import BadInput, CheckpointFailed, NeedsWhole
+from unison.errors import BadInput, NeedsWhole
 from unison.schema import build, parse, read_bytes, short, version_of
-from unison.shard.ranks import Ranks, agree, buckets, from_rank_0, gather_objects, together
+from unison.shard.ranks import Ranks, from_rank_0, together
 from unison.shard.state.entries import (
     Entry,
     FlatPart,
@@ -307,110 +306,6 @@ def data_file(path: Path) -> DataFile:
     return DataFile(path.stat().st_size, sha256_of(path))
 
 
-# ------------------------------------------------------------------------------------------------
-# Data files: safetensors, of which each rank writes some, and reads the bytes that it keeps.
-
-FILE_BYTES = 1 << 30  # of one data file, so that the host holds no more than that at a time
-
-
-def write_parts(
-    folder: Path, parts: dict[str, FlatPart], ranks: Ranks
-) -> tuple[dict[str, list[FileChunk]], dict[str, DataFile]]:
-    """Write every rank's parts; a collective.
-
-    Args:
-        folder: Where to; it exists, for every rank.
-        parts: What this rank holds. What several ranks hold is written by one.
-        ranks: Who takes part.
-
-    Returns:
-        What all ranks have written: the chunks of each tensor, and what is known of each file.
-    """
-    held = {(k, part.start): part.values.nbytes for k, part in parts.items() if len(part.values)}
-    writers = _writers(gather_objects(ranks, held))
-
-    def write() -> tuple[list[tuple[str, FileChunk]], dict[str, DataFile]]:
-        mine = [(key, parts[key]) for key, start in held if writers[key, start] == ranks.rank]
-        chunks: list[tuple[str, FileChunk]] = []
-        files: dict[str, DataFile] = {}
-        for index, run in enumerate(buckets(mine, lambda own: own[1].values.nbytes, FILE_BYTES)):
-            name = f"rank-{ranks.rank}-{index}.safetensors"
-            tensors: dict[str, Tensor] = {}
-            for key, part in run:
-                chunk = FileChunk(part.start, part.start + len(part.values), name)
-                tensors[chunk.key(key)] = _on_host(part.values)
-                chunks.append((key, chunk))
-            files[name] = _write(folder / name, tensors)
-        return chunks, files
-
-    chunks: dict[str, list[FileChunk]] = defaultdict(list)
-    files: dict[str, DataFile] = {}
-    for own, written in agree(ranks, write):
-        files |= written
-        for key, chunk in own:
-            chunks[key].append(chunk)
-    return {key: sorted(each, key=lambda chunk: chunk.start) for key, each in chunks.items()}, files
-
-
-def _writers(held: list[dict[tuple[str, int], int]]) -> dict[tuple[str, int], int]:
-    """Which rank writes each part: of those that hold it, the one that has the least to write.
-
-    Args:
-        held: What each rank holds, by name and first element: how many bytes.
-    """
-    holders: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for rank, own in enumerate(held):
-        for part in own:
-            holders[part].append(rank)
-    num_bytes, writers = [0] * len(held), {}
-    for part, ranks in holders.items():
-        rank = writers[part] = min(ranks, key=num_bytes.__getitem__)
-        num_bytes[rank] += held[rank][part]
-    return writers
-
-
-def _on_host(values: Tensor) -> Tensor:
-    return values.detach().cpu().contiguous()
-
-
-def _write(path: Path, tensors: dict[str, Tensor]) -> DataFile:
-    """Write a file; it is on the disk, not only on its way there, when this returns."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:  # what it makes of a full disk or a missing folder
-        raise CheckpointFailed(f"could not write {path}: {error}") from None
-    return data_file(path)
-
-
-def read_parts(folder: Path, parts: dict[str, FlatPart], manifest: Manifest, ranks: Ranks) -> None:
-    """Fill every rank's parts in place, reading no other bytes; a collective."""
-    from safetensors import SafetensorError, safe_open
-
-    wanted: dict[str, list[tuple[str, slice, Tensor]]] = defaultdict(list)  # by file
-    for key, part in parts.items():
-        for chunk in manifest.tensors[key].chunks:
-            first = max(chunk.start, part.start)
-            last = min(chunk.stop, part.start + len(part.values))
-            if first < last:
-                stored = slice(first - chunk.start, last - chunk.start)
-                target = part.values[first - part.start : last - part.start]
-                wanted[chunk.file].append((chunk.key(key), stored, target))
-
-    def read() -> None:
-        for name, items in wanted.items():
-            try:
-                with safe_open(folder / name, framework="pt", device="cpu") as file:
-                    for key, stored, target in items:
-                        target.copy_(file.get_slice(key)[stored])
-            except SafetensorError as error:
-                raise BadInput(f"{folder / name} is damaged: {error}") from None
-
-    together(ranks, read)
-
-
 def write_folder(
     folder: Path,
     parts: dict[str, FlatPart],
@@ -432,12 +327,11 @@ def write_folder(
         extra: The manifest's, as JSON can hold it.
         files: Further ones by name, and what writes them; called on rank 0.
     """
-    partial = partial_of(folder)
 
-    def finish() -> None:
+    def on_written(chunks: dict[str, list[FileChunk]], written: dict[str, DataFile]) -> None:
         for name, write in (files or {}).items():
-            write(partial / name)
-            written[name] = data_file(partial / name)
+            write(partial_of(folder) / name)
+            written[name] = data_file(partial_of(folder) / name)
         version = version_of("unison") or "unknown"  # of a source tree
         manifest = Manifest(
             world_size=ranks.size,
@@ -450,18 +344,19 @@ def write_folder(
             extra=extra,
             written_by={"unison": version, "torch": torch.__version__},
         )
-        path = partial / MANIFEST_FILE
+        path = partial_of(folder) / MANIFEST_FILE
         path.write_text(manifest.to_json())
         sync(path)
         commit(folder)
 
+    from unison.shard.state.files import write_parts
+
     from_rank_0(ranks, lambda: begin(folder))
     try:
-        chunks, written = write_parts(partial, parts, ranks)
-        from_rank_0(ranks, finish)
+        write_parts(partial_of(folder), parts, ranks, on_written)
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(partial_of(folder), ignore_errors=True)
         raise
 
 
@@ -615,6 +510,8 @@ def load_checkpoint(
     entries, elements, install = together(
         ranks, lambda: _matched(module, optimizer, manifest, cast, folder)
     )
+    from unison.shard.state.files import read_parts
+
     parts = _model_parts(entries)
     read_parts(folder, parts | _state_parts(elements), manifest, ranks)
     for entry, part in zip(entries, parts.values(), strict=True):
