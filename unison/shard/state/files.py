@@ -10,6 +10,7 @@ elsewhere could run code: writer and reader are ours.
 Imported where it is used: importing torch.distributed.checkpoint takes most of a second.
 """
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -121,7 +122,7 @@ class FlatSavePlanner(DefaultSavePlanner):
         items = []
         for name, part in self.state_dict.items():
             if len(part.values):
-                box, size = _box(part.start, len(part.values)), torch.Size([part.numel])
+                box, size = _box(part.start, len(part.values)), torch.Size([math.prod(part.shape)])
                 properties = TensorProperties(dtype=part.values.dtype)
                 data = TensorWriteData(chunk=box, properties=properties, size=size)
                 index = MetadataIndex(name, box.offsets)
