@@ -277,9 +277,17 @@ class PrivateLoader:
             for each in passes:
                 if each.is_first and self.training is not None:
                     self.training.before_draw(each.step)
-                batch = next(loaded) if each.num_samples else self._layout.empty()
-                self._layout.check(batch, each.num_samples)
-                batch = self._layout.mapped(batch, self.rows.fit)
+                try:
+                    batch = next(loaded) if each.num_samples else self._layout.empty()
+                    self._layout.check(batch, each.num_samples)
+                    batch = self._layout.mapped(batch, self.rows.fit)
+                except (
+                    BaseException
+                ):  # a file, Ctrl-C: nobody has the batch, so its step is not open
+                    if self.training is not None:
+                        self.training.on_abandon()
+                    self.current = None
+                    raise
                 if self._device is not None:
                     batch = self._layout.mapped(batch, self._moved)
                 self.current = each
