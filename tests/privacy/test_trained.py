@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.privacy.common import NUM_FEATURES, attach, make_model, train
+from tests.privacy.common import NUM_FEATURES, attach, data, make_model, train
 from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.deal import current_plan
 
@@ -168,6 +169,37 @@ def test_a_step_that_failed_in_the_forward_pass_is_given_up():
     assert private.next_step == 2
     train(module, optimizer, private, 2)
     assert engine.ledger.num_intents == engine.ledger.num_commits == 4
+
+
+class Failing(TensorDataset):
+    """Cannot be read now and then, as a disk or a network."""
+
+    fails = False
+
+    def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
+        if self.fails:
+            raise OSError("no such file")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+def test_a_step_whose_records_could_not_be_read_is_drawn_again(limit):
+    records = Failing(*data())
+    loader = DataLoader(records, batch_size=12)
+    engine, module, optimizer, private = attach(data_loader=loader, max_physical_batch_size=limit)
+    done = 0
+    with pytest.raises(OSError, match="no such file"):  # noqa: PT012
+        for x, y in private:
+            cross_entropy(module(x), y).backward()
+            optimizer.step()
+            done += private.current.is_last
+            # Of a step in passes, the first one can be read.
+            records.fails = done == 2 and (limit is None or not private.current.is_last)
+    records.fails = False
+    private.abandon()  # what errors tell users to do changes nothing
+    train(module, optimizer, private, 2)
+    assert engine.ledger.num_intents == engine.ledger.num_commits == 4
+    engine.detach()
 
 
 def test_a_step_that_is_over_is_not_given_up():

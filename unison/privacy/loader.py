@@ -283,9 +283,15 @@ class PrivateLoader:
             for each in passes:
                 if each.is_first and self.training is not None:
                     self.training.before_draw(each.step)
-                batch = next(loaded) if each.num_samples else self.layout.empty()
-                self.layout.check(batch, each.num_samples)
-                batch = self.layout.mapped(batch, self.layout.fit)
+                try:
+                    batch = next(loaded) if each.num_samples else self.layout.empty()
+                    self.layout.check(batch, each.num_samples)
+                    batch = self.layout.mapped(batch, self.layout.fit)
+                except BaseException:  # a file, Ctrl-C: nobody has the batch: its step is not open
+                    if self.training is not None:
+                        self.training.on_abandon()
+                    self.current = None
+                    raise
                 self.current = each
                 if each.is_last:
                     self._next_step = each.step + 1

@@ -309,9 +309,7 @@ class Program:
         generators = [torch.default_generator]
         generators += [torch.cuda.default_generators[device.index] for device in devices]
 
-        def states(seed: int | None = None) -> list[bytes]:
-            for each in generators if seed is not None else ():
-                each.manual_seed(seed)
+        def states() -> list[bytes]:
             return [each.get_state().numpy().tobytes() for each in generators if keeps_draws]
 
         with torch.random.fork_rng(devices), torch.enable_grad():
@@ -322,8 +320,9 @@ class Program:
                     parts = leaves[slot] = [each.clone().requires_grad_() for each in parts]
                 env[slot] = packed(value, [each.clone() for each in parts])
             for place, operation in enumerate(self.tape.operations):
-                # Its own, so that what one draws does not move the numbers of the next.
-                before = states(seed * len(self.tape.operations) + place)
+                for each in generators:  # so that what one draws moves no numbers of the next
+                    each.manual_seed(seed * len(self.tape.operations) + place)
+                before = states()
                 is_write = operation.handling is Handling.WRITE
                 drawn = [given.get((place, i)) for i in range(len(operation.outs))]
                 try:
