@@ -50,6 +50,7 @@ from unison.privacy.loss_check import KEPT, label_check
 from unison.privacy.loss_tape import EARLIER, OTHER_ROWS, refuse_unseen
 from unison.privacy.sampling import (
     BatchDealer,
+    BatchPlan,
     Part,
     PhysicalBatch,
     granular_pass,
@@ -57,7 +58,6 @@ from unison.privacy.sampling import (
     take_mean_was_used,
     unpacked,
 )
-from unison.shard.deal import BatchPlan
 from unison.torch_internals import (
     DynamoBackend,
     backend_of_caller,
