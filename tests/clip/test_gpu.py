@@ -196,6 +196,6 @@ def test_surroundings_hold_the_generator_of_the_gpu():
     surroundings = rng_autocast_state(model)
     first = torch.rand(5, device=DEVICE)
     after = torch.cuda.get_rng_state()
-    with surroundings.restored():
+    with surroundings():
         assert_same_bits(torch.rand(5, device=DEVICE).cpu(), first.cpu())
     assert_same_bits(torch.cuda.get_rng_state(), after)
