@@ -381,9 +381,15 @@ def test_the_plan_of_granules_depends_on_shapes_alone(timer):
     assert found == plan_clipping(layers)
 
 
-def test_ranks_that_must_agree_time_nothing(timer):
+def test_ranks_that_must_agree_time_nothing(timer, monkeypatch):
     engine, *_ = attach()
     learning_of = engine._attached.attachment.learning
-    assert learning_of._timed(torch.device("cpu")) is not None
-    learning_of._owner = SimpleNamespace(is_ordered=False, everyone=SimpleNamespace(size=2))
-    assert learning_of._timed(torch.device("cpu")) is None
+    assert learning_of._is_alone
+    with monkeypatch.context() as patch:
+        two = SimpleNamespace(is_ordered=False, everyone=SimpleNamespace(size=2))
+        patch.setattr(learning_of, "_owner", two)
+        assert not learning_of._is_alone
+    monkeypatch.setattr(type(learning_of), "_is_alone", False)
+    found = engine.check(X[:4])
+    assert timer.asked == []
+    assert found.timed_on is None

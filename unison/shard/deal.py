@@ -142,9 +142,6 @@ class BatchPlan:
         accumulation: The same object for all passes of one logical batch, with what they share:
             models as they were before the first one, running statistics (see each_granule.py).
         key: Of the random numbers that the model draws; None leaves them to torch.
-        row_ids: Position in the global batch of each row of this pass [rows]; those of rows of
-            padding go on past its end, or past this rank's part.
-        sample_ids: The same, -1 for a row of padding.
     """
 
     step: int
@@ -158,13 +155,24 @@ class BatchPlan:
     ranks: Ranks = field(repr=False, compare=False)
     accumulation: dict[Any, Any] = field(repr=False, compare=False)
     key: Key | None = field(repr=False, compare=False)
-    row_ids: Tensor = field(repr=False, compare=False)
-    sample_ids: Tensor = field(repr=False, compare=False)
 
     @property
     def num_granules(self) -> int:
         """Granules in the logical batch."""
         return self.edges[-1]
+
+    @cached_property
+    def sample_ids(self) -> Tensor:
+        """Position in the global batch of each row of this pass [rows]; -1 for a row of padding."""
+        ids = self.row_ids
+        is_real = (ids < self.num_samples) & (ids < self.edges[self.rank + 1] * self.granule)
+        return torch.where(is_real, ids, -1)
+
+    @cached_property
+    def row_ids(self) -> Tensor:
+        """As `sample_ids`; rows of padding go on past the batch, or past this rank's part."""
+        first = torch.tensor(self.granule_ids) * self.granule
+        return (first[:, None] + torch.arange(self.granule)).view(-1)
 
     @cached_property
     def draws(self) -> BatchDraws | None:
@@ -249,32 +257,24 @@ def plan_batch(
     most = max(1, *(high - low for low, high in itertools.pairwise(edges)))
     per_pass = granules_per_pass or most
     num_passes = -(-most // per_pass)
-    low, high = edges[ranks.rank], edges[ranks.rank + 1]
+    mine = list(range(edges[ranks.rank], edges[ranks.rank + 1]))
     accumulation: dict[Any, Any] = {}
-    plans = []
-    for index in range(num_passes):
-        first = low + index * per_pass
-        granule_ids = tuple(range(first, min(first + per_pass, high))) or (num_granules,)
-        rows = torch.tensor(granule_ids)[:, None] * granule + torch.arange(granule)
-        rows = rows.view(-1)
-        is_real = (rows < num_samples) & (rows < high * granule)
-        plan = BatchPlan(
+    return [
+        BatchPlan(
             step=step,
             num_samples=num_samples,
             granule=granule,
             edges=edges,
             rank=ranks.rank,
-            granule_ids=granule_ids,
+            granule_ids=tuple(mine[index * per_pass : (index + 1) * per_pass]) or (num_granules,),
             is_granular=is_granular,
             closes_logical_batch=index == num_passes - 1,
             ranks=ranks,
             accumulation=accumulation,
             key=key,
-            row_ids=rows,
-            sample_ids=torch.where(is_real, rows, -1),
         )
-        plans.append(plan)
-    return plans
+        for index in range(num_passes)
+    ]
 
 
 @dataclass(eq=False)
