@@ -59,7 +59,7 @@ def test_small_has_the_parameters_of_the_reference_notes():
 @pytest.mark.parametrize("tie_head", [False, True])
 @BOTH
 def test_both_families_equal_transformers(config, tie_head):
-    from unison.hf.twins import as_transformers
+    from unison.hf.command import as_transformers
 
     config = dataclasses.replace(config, tie_head=tie_head, rope_theta=500.0)
     ours = build(config).double()
