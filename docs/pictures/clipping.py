@@ -11,8 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from unison.clip import MACHINES, MODES, Choice, Layer, Use, plan_clipping
-from unison.clip.costs import GRADIENT_COSTS
+from unison.clip import LayerShape, plan_clipping
+from unison.clip.costs import MACHINES, MODES, Choice, UseShape, method_costs
 
 HERE = Path(__file__).parent
 COLOURS = {"gram": "#0072b2", "tile": "#d55e00", "materialize": "#009e73"}
@@ -30,10 +30,12 @@ plt.rcParams.update(
 )
 
 
-def linear(name: str, tokens: int, rows: int, columns: int, *, batch: int, itemsize: int) -> Layer:
+def linear(
+    name: str, tokens: int, rows: int, columns: int, *, batch: int, itemsize: int
+) -> LayerShape:
     """A linear layer's one use."""
-    use = Use(kind="product", tokens=tokens, rows=rows, columns=columns)
-    return Layer(name=name, batch=batch, itemsize=itemsize, uses=(use,))
+    use = UseShape(kind="product", tokens=tokens, rows=rows, columns=columns)
+    return LayerShape(name=name, batch=batch, itemsize=itemsize, uses=(use,))
 
 
 # ---- time --------------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ def kept_parts(mode: str, tokens: int) -> dict[str, float]:
             batch=MEMORY_BATCH,
             itemsize=ITEMSIZE,
         )
-        costs = {each: GRADIENT_COSTS[each](layer).kept_bytes for each in GRADIENT_COSTS}
+        costs = {each: cost.kept_bytes for each, cost in method_costs(layer, "cpu").items()}
         if MODES[mode].gradient == "kept":
             parts = {"per-sample gradients": costs["kept"]}
         else:
