@@ -152,7 +152,7 @@ _SHARD = [
     ("tree_sum", "== stack[-2][0]", "<= stack[-2][0]"),
     ("plan_batch", "rank * num_granules // ranks.size", "num_granules // ranks.size * rank"),
     ("plan_batch", "index == num_passes - 1", "index == 0"),
-    ("plan_batch", "(rows < num_samples) & ", ""),
+    ("BatchPlan.sample_ids", "(ids < self.num_samples) & ", ""),
     ("_BatchMean.forward", "weight / count", "weight"),
     ("_BatchMean.forward", "torch.where(weights > 0, flat.double(), 0.0)", "flat.double()"),
     ("sum_over_granules", "plan.ranks.sum_(slots.add_(0.0))", "pass"),
