@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import unison
-from tests.harness import RanksFailed, World, run_on_ranks
+from tests.harness import RanksFailed, World, ranks, run_on_ranks
 from tests.kfac.sharded import CONFIG, difference, run, tokens
 from unison.kfac import KFACConfig
 from unison.models import build
@@ -159,6 +160,20 @@ def test_steps_under_ddp_are_those_of_one_process_to_the_bit():
                 assert torch.equal(a["tensors"][key], value), (b["layer"]["name"], key)
         for name, value in expected["parameters"].items():
             assert torch.equal(found["parameters"][name], value), name
+
+
+@ranks(1)
+def test_statistics_run_the_module_inside_of_ddp(world):
+    """DDP's own forward broadcasts buffers, and ranks have other numbers of parts."""
+    model, calls = DistributedDataParallel(torch.nn.Linear(3, 4)), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    kfac = unison.KFAC(model, KFACConfig(damping=1e-3, update_every=1))
+    logits = model(torch.randn(5, 3, generator=world.generator()))
+    kfac.sample(logits).backward(retain_graph=True)
+    F.cross_entropy(logits, torch.arange(5) % 4).backward()
+    kfac.step()
+    assert calls == [1]
+    kfac.detach()
 
 
 @pytest.mark.full
