@@ -24,7 +24,7 @@ from unison.rng import noise_spacing
 # ---- moments -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_held", [None, 0.0, 1.0])
+@pytest.mark.parametrize("is_held", [0.0, 1.0, None])
 @interpreted
 def test_moments_are_adams_and_squares_those_of_its_steps(is_held):
     from unison.kernels import multi_tensor
