@@ -75,6 +75,8 @@ _CLIP = [
     ("Grid.weights", "coefficients / self.spacing", "coefficients * self.spacing"),
 ]
 _PRIVACY = [
+    ("_kept_rows", ">= len(rows) - 1", ">= 1"),
+    ("MixingProbe.__call__", "new_after != after", "False"),
     ("PrivateTraining.coefficients", "each.where(is_real, 0.0)", "each"),
     ("PrivateTraining.coefficients", "each * factor", "each"),
     ("PrivateTraining.coefficients", ".scaled(factor)", ""),

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from unison import check
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.arguments import KEPT_SETTINGS, refuse_contradiction, refuse_unknown_loader
+from unison.privacy.mixing import refuse_mixing
 from unison.privacy.sampling import Draws, PhysicalBatch, Sampling, cut_passes, physical_batches
 from unison.rng import Key
 
@@ -115,6 +116,7 @@ class PrivateLoader:
         self._loader = DataLoader(data_loader.dataset, batch_sampler=self._requests, **settings)
         self.padding = None if padding_row is None else self.collate_fn([padding_row])
         self.layout = BatchLayout(row_shape, self.padding, rows_per_record, device)
+        self._rows_per_record = rows_per_record
         self._next_step, self._has_learned = 0, False
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self.current: PhysicalBatch | None = None
@@ -278,6 +280,7 @@ class PrivateLoader:
         if not self._has_learned:
             with _kept_generators():
                 self._learn_layout(loaded)
+                self._refuse_mixing()
             self._has_learned = True
         try:
             for each in passes:
@@ -329,6 +332,16 @@ class PrivateLoader:
             except Exception:  # a record that cannot be read alone is told of when it is drawn
                 continue
             self.layout.mapped(batch, self.layout.fit)
+
+    def _refuse_mixing(self) -> None:
+        """Make sure that `collate_fn` makes each record's rows of that record alone.
+
+        Raises:
+            BadInput: It does not.
+        """
+        settings = {name: getattr(self._loader, name) for name in KEPT_SETTINGS}
+        layout = BatchLayout(PUBLIC, rows_per_record=self._rows_per_record)
+        refuse_mixing(self.dataset, layout, settings, self._seeds_of_workers())
 
     def _seeds_of_workers(self) -> torch.Generator:
         """Where the data loader takes its workers' seeds from, instead of the global generator."""
@@ -481,6 +494,38 @@ class BatchLayout:
                     "collate_fn"
                 )
 
+    def contents(
+        self, batch: Any, num_records: int
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, list[Any]]]:
+        """Return, by the name of a part, the shape of a row and what each record has there.
+
+        What has no rows counts as every record's, where it is a tensor or an array of floating
+        point numbers; else it is left out. Contents can be hashed, and are equal if all bits are.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        columns: dict[str, list[Any]] = {}
+
+        def collect(value: Any, dim: int | None, path: Path) -> Any:
+            is_array = isinstance(value, Tensor | np.ndarray)
+            if dim is None:
+                is_float = isinstance(value, Tensor) and value.is_floating_point()
+                if is_float or (isinstance(value, np.ndarray) and value.dtype.kind == "f"):
+                    shapes[_name(path)] = tuple(value.shape)
+                    columns[_name(path)] = [_content(value)] * num_records
+                return value
+            if is_array:
+                shapes[_name(path)] = (*value.shape[:dim], *value.shape[dim + 1 :])
+            rows = value if not is_array else value.swapaxes(dim, 0)
+            each = len(rows) // num_records
+            columns[_name(path)] = [
+                tuple(_content(row) for row in rows[i * each : (i + 1) * each])
+                for i in range(num_records)
+            ]
+            return value
+
+        self.mapped(batch, collect)
+        return shapes, columns
+
     def _learn(self, one: Any, two: Any, path: Path) -> None:
         if type(one) is not type(two):
             raise UnsupportedOperation(
@@ -624,6 +669,25 @@ def _dim_of_records(one: Any, two: Any, path: str, rows: int) -> int | None:
 
 def _name(path: Path) -> str:
     return "batch" + "".join(f"[{key!r}]" for key in path)
+
+
+def _content(value: Any) -> Any:
+    """What a part of a batch holds, to be compared and hashed; None for unknown objects."""
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            return value.shape, tuple(map(_content, value.ravel().tolist()))
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, Tensor):
+        # The clone has a stride of 1, also where there is one element.
+        flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+        flat = flat.clone(memory_format=torch.contiguous_format)
+        return value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+    if isinstance(value, _PLAIN):
+        return type(value), repr(value)
+    parts = _parts(value)
+    if parts is None:
+        return None
+    return type(value), tuple((repr(key), _content(part)) for key, part in parts.items())
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
