@@ -34,6 +34,7 @@ from unison.ops import Record
 from unison.parallel import MakeSums, private_trainings
 from unison.privacy.arguments import refuse_gradient
 from unison.privacy.compiled import CompiledPasses
+from unison.privacy.forward_watch import ForwardWatch
 from unison.privacy.inputs import (
     BufferVersions,
     Inputs,
@@ -46,7 +47,7 @@ from unison.privacy.inputs import (
     scaled_losses_noticed,
 )
 from unison.privacy.learning import ClippingSettings, Learning
-from unison.privacy.loss_check import KEPT, label_check
+from unison.privacy.loss_check import KEPT, is_checked_again, label_check
 from unison.privacy.loss_tape import EARLIER, OTHER_ROWS, refuse_unseen
 from unison.privacy.sampling import (
     BatchDealer,
@@ -409,6 +410,20 @@ class Attachment:
         self._pass = joined or self._begin_pass(batch, args, kwargs)
         if any(each.axes.is_traced for each in self._pass.captures.values()):
             self._follow(self._following, self._pass, args, kwargs)
+        self._watch(args, kwargs)
+
+    def _watch(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note what forward makes of the batch, in passes whose loss is checked again."""
+        recorder, is_checked = self._recorder, is_checked_again(self._recorder.number)
+        is_due = recorder.number == 1 or (self.settings.recheck and is_checked)
+        runs_compiled = self._compiled is not None and self._compiled.refusal is None
+        if not (self._follows_loss and recorder.is_open and is_due) or runs_compiled:
+            return
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # What is made of texts is not known as the batch's; what stands beside rows is public.
+        of_batch = [leaf for leaf in given if recorder.slot_of(leaf) is not None] or given
+        watch = ForwardWatch(self.module, of_batch, recorder.kept)
+        self._following.enter_context(watch.running())
 
     def _follow_hooks(self) -> None:
         """Let the recorder know the gradients that users' hooks of modules see, and may keep."""

@@ -217,6 +217,7 @@ class LossCheck:
                     "batch into the loss, so that rows may meet in it",
                     "Make the loss of the module's outputs and of the batch, by torch functions",
                 )
+        _refuse_left_behind(tape, path, gradient)
         for place, labels, ignored, _, weight in tape.targets:
             if place in path:
                 self._refuse_uneven(path[place], labels, ignored, weight)
@@ -227,7 +228,7 @@ class LossCheck:
         if known is not None and tape.has_read:
             _refuse_changed(*known, rows.num_rows, numbers)
         # Hooks run in the real graph only: that they change nothing is seen by comparing with it.
-        is_due = tape.has_hooks or (self._rechecks and tape.number & (tape.number - 1) == 0)
+        is_due = tape.has_hooks or (self._rechecks and is_checked_again(tape.number))
         # Of one there are no others, and without values they cannot be told apart.
         if rows.num_units > 1 and not has_values():
             if program.kind not in self._checked:
@@ -625,6 +626,25 @@ def _refuse_changed(then: int, before: Sequence[float], rows: int, now: Sequence
                 "Use .item() for metrics, or declare the number with unison.public(number) if it "
                 "is public",
             )
+
+
+def is_checked_again(number: int) -> bool:
+    """Whether what is known is checked again in a pass: in those of 1, 2, 4, 8 and so on."""
+    return number & (number - 1) == 0
+
+
+def _refuse_left_behind(tape: LossRecorder, path: dict[int, Operation], gradient: Any) -> None:
+    """Refuse constants that forward made of the batch; see [Note: left behind]."""
+    if not tape.kept:
+        return
+    for operation in path.values():
+        for leaf in operation.leaves:
+            if leaf in tape.kept:
+                raise UnsupportedOperation(
+                    f"{operation} brings a tensor of shape {list(leaf.shape)} into the loss {KEPT}"
+                )
+    if gradient in tape.kept:
+        raise UnsupportedOperation(f"backward(gradient=) is given a tensor {KEPT}")
 
 
 def _refuse_kept(program: Program) -> None:

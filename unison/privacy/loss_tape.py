@@ -26,7 +26,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from unison.errors import BadInput
+from unison.privacy.kept_values import KeptValues, memory_of
 from unison.privacy.sampling import packed, unpacked
 from unison.torch_internals import (
     autocast_dtypes,
@@ -262,6 +263,8 @@ class LossRecorder(TorchFunctionMode):
         unknown_inputs: Tensors that it was given and nobody followed.
         memory: Where the values of a slot lie.
         hidden: Memory of what was made of data and is not on the tape, in this pass or before.
+        kept: What the module's forward made of data, and what was made of that, as far as it was
+            watched (`unison.privacy.forward_watch`), in this pass or before.
         has_read: Whether values have left torch in this pass or before, nobody knows where to.
         has_hooks: Whether users have put hooks of their own, which may change gradients.
     """
@@ -282,6 +285,7 @@ class LossRecorder(TorchFunctionMode):
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._earlier: dict[int, weakref.ref[Tensor]] = {}
         self.hidden: dict[int, StorageWeakRef] = {}  # by memory
+        self.kept = KeptValues()
 
     # --- when ------------------------------------------------------------------------------------
 
@@ -292,6 +296,7 @@ class LossRecorder(TorchFunctionMode):
             self._earlier[key] = ref
         self._earlier = {key: ref for key, ref in self._earlier.items() if ref() is not None}
         self.hidden = {key: ref for key, ref in self.hidden.items() if not ref.expired()}
+        self.kept.forget_dead()
         self._slots = {}
         self._next_slot = itertools.count()
         self.number += 1
@@ -500,9 +505,12 @@ class LossRecorder(TorchFunctionMode):
             self.slot_of(leaf) is not None for leaf in given if isinstance(leaf, _FOLLOWED)
         )
         if is_hidden and (is_inside or not is_followed):
-            return self._call_hidden(func, handling, args, kwargs)
+            return self._call_hidden(func, handling, args, kwargs, self.hide)
         if not is_followed:
-            return func(*args, **kwargs)
+            if not self.kept or not any(leaf in self.kept for leaf in given):
+                return func(*args, **kwargs)
+            keep = partial(self.kept.add, is_written=handling is Handling.WRITE)
+            return self._call_hidden(func, handling, args, kwargs, keep)
         if func is torch.autograd.grad:
             self._before_grad(leaves_in(args[1:2] or kwargs["inputs"]))
         if handling is Handling.WRITE or kwargs.get("out") is not None:
@@ -578,7 +586,10 @@ class LossRecorder(TorchFunctionMode):
                     copies = [each.detach().clone() for each in unpacked(value)]
                     self.roots[slot] = packed(value, copies)
             if self.slot_of(target) is None:
-                before, outs = target.detach().clone(), [self._slot_for(target)]
+                before, is_kept = target.detach().clone(), target in self.kept
+                if is_kept:
+                    self.kept.add(before)
+                outs = [self._slot_for(target)]
                 self.operations.append(
                     Operation(
                         torch.clone, Handling.OPERATION, "clone", (before,), {}, [before], [], outs
@@ -617,9 +628,14 @@ class LossRecorder(TorchFunctionMode):
             self.hide(leaf.grad)
 
     def _call_hidden(
-        self, func: Callable[..., Any], handling: Handling, args: tuple, kwargs: dict
+        self,
+        func: Callable[..., Any],
+        handling: Handling,
+        args: tuple,
+        kwargs: dict,
+        remember: Callable[[Any], None],
     ) -> Any:
-        """Run a function of hidden values alone, of which the tape learns nothing."""
+        """Run a function of hidden or kept values alone, of which the tape learns nothing."""
         targets = args[0] if handling is Handling.WRITE else kwargs.get("out")
         for target in leaves_in(targets):
             if isinstance(target, Tensor):
@@ -631,7 +647,7 @@ class LossRecorder(TorchFunctionMode):
             return result
         if isinstance(result, int | float) and not isinstance(result, bool):
             return _followed(result, self, EARLIER)
-        self.hide(targets if handling is Handling.WRITE else result)
+        remember(targets if handling is Handling.WRITE else result)
         return result
 
 
@@ -640,15 +656,6 @@ def innermost(value: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(value):
         value = get_unwrapped(value)
     return value._values() if value.layout is torch.sparse_coo else value
-
-
-def memory_of(value: Tensor) -> int:
-    """Where the memory of a tensor begins, which views of it share; the first granule's."""
-    first = unpacked(value)[0]
-    try:
-        return first.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse tensors have several
-        return id(first)
 
 
 _MEANS = {F.cross_entropy, F.nll_loss}
