@@ -34,9 +34,9 @@ from unison.ops import Record
 from unison.parallel import MakeSums, private_trainings
 from unison.privacy.arguments import refuse_gradient
 from unison.privacy.compiled import CompiledPasses
-from unison.privacy.forward_watch import ForwardWatch
 from unison.privacy.inputs import (
     BufferVersions,
+    ForwardWatch,
     Inputs,
     ModuleHook,
     buffer_versions,

@@ -40,7 +40,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from unison.errors import BadInput
-from unison.privacy.kept_values import KeptValues, memory_of
 from unison.privacy.sampling import packed, unpacked
 from unison.torch_internals import (
     autocast_dtypes,
@@ -264,7 +263,7 @@ class LossRecorder(TorchFunctionMode):
         memory: Where the values of a slot lie.
         hidden: Memory of what was made of data and is not on the tape, in this pass or before.
         kept: What the module's forward made of data, and what was made of that, as far as it was
-            watched (`unison.privacy.forward_watch`), in this pass or before.
+            watched (`unison.privacy.inputs`), in this pass or before.
         has_read: Whether values have left torch in this pass or before, nobody knows where to.
         has_hooks: Whether users have put hooks of their own, which may change gradients.
     """
@@ -781,3 +780,59 @@ def _plain(leaf: Any) -> Any:
     if kind is _Float or kind is PublicNumber:
         return float.__float__(leaf)
     return int(leaf) if kind is _Int else leaf
+
+
+# --- what forward made, and no tape has -----------------------------------------------------------
+
+
+def memory_of(value: Tensor) -> int:
+    """Where the memory of a tensor begins, which views of it share; the first granule's."""
+    first = unpacked(value)[0]
+    try:
+        return first.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse tensors have several
+        return id(first)
+
+
+class KeptValues:
+    """Knows some tensors, and keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._objects: dict[int, weakref.ref[Tensor]] = {}
+        self._written: dict[int, StorageWeakRef] = {}  # by memory
+
+    def __bool__(self) -> bool:
+        return bool(self._objects)
+
+    def __contains__(self, value: Any) -> bool:
+        """Whether a value is one of them, or lies where they were written."""
+        if not isinstance(value, Tensor):
+            return False
+        found = self._objects.get(id(value))
+        if found is not None and found() is value:
+            return True
+        written = self._written.get(memory_of(value)) if self._written else None
+        return written is not None and not written.expired()
+
+    def add(self, values: Any, *, is_written: bool = False) -> None:
+        """Know tensors from here on.
+
+        Args:
+            values: Tensors, in whatever holds some.
+            is_written: Whether values of the batch were written into them.
+        """
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor):
+                self._objects[id(leaf)] = weakref.ref(leaf)
+                memory = memory_of(leaf) if is_written and unpacked(leaf)[0] is leaf else 0
+                if memory:
+                    self._written[memory] = StorageWeakRef(leaf.untyped_storage())
+
+    def discard(self, value: Tensor) -> None:
+        """Forget a tensor, but not what it shares memory with."""
+        self._objects.pop(id(value), None)
+
+    def forget_dead(self) -> None:
+        """Forget those that are gone."""
+        self._objects = {key: each for key, each in self._objects.items() if each() is not None}
+        self._written = {key: each for key, each in self._written.items() if not each.expired()}

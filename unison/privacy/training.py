@@ -35,12 +35,11 @@ from unison.privacy.arguments import listed
 from unison.privacy.attachment import Attachment, RunningPass, Summands
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.graph import GraphedPass, LossOf
-from unison.privacy.kept_values import memory_of
 from unison.privacy.learning import ClippingSettings
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_check import LossCheck
-from unison.privacy.loss_tape import LossRecorder, refuse_unseen
+from unison.privacy.loss_tape import LossRecorder, memory_of, refuse_unseen
 from unison.privacy.mechanism import (
     CLIP_RULES,
     Mechanism,
