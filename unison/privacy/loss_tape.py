@@ -802,7 +802,7 @@ class KeptValues:
         self._written: dict[int, StorageWeakRef] = {}  # by memory
 
     def __bool__(self) -> bool:
-        return bool(self._objects)
+        return bool(self._objects or self._written)
 
     def __contains__(self, value: Any) -> bool:
         """Whether a value is one of them, or lies where they were written."""
