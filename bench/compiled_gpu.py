@@ -3,10 +3,11 @@
     python -m bench.compiled_gpu gpt2-large llama-1.1b opt-1.3b llama-7b-lora
 
 Models of transformers in bfloat16, random weights, T = 1024, AdamW. A logical batch of 64 rows
-comes in 8 passes of 8, with secure noise. In each round every contender takes one step (8 passes
-and the optimizer), in an order that rotates; ratios are paired by round. Rounds lie between passes
-64 and 128, at which private training checks again that samples do not mix: what that takes is in
-the steps before (`warm_up_seconds`). Memory is the peak of one step of a contender less what was
+comes in 8 passes of 8, with secure noise; compiled private passes may have fewer rows, if the
+planner picks fewer. In each round every contender takes one step (all passes and the optimizer),
+in an order that rotates; ratios are paired by round. Rounds lie between two of the passes 64, 128,
+256, …, at which private training checks again that samples do not mix: what that takes is in the
+steps before (`warm_up_seconds`). Memory is the peak of one step of a contender less what was
 allocated before it was built. `--passes 1 --rows 4 --tokens 512 --graphs` is one pass per step, in
 which both sides are CUDA graphs, optimizer included; there steps are timed in blocks as well, which
 nothing waits for, and what each kernel takes is written beside them.
@@ -136,7 +137,28 @@ def loss_of(model: Callable[..., Any], ids: Tensor) -> Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-Step = Callable[[], None]
+@dataclass(eq=False)
+class Step:
+    """Takes a step when it is called.
+
+    Attributes:
+        run: Takes it, and returns how many passes it had.
+        engine: Of private training.
+        holds: What must stay alive.
+        passes: Passes of the last step.
+        total: Of all steps.
+    """
+
+    run: Callable[[], int]
+    engine: PrivacyEngine | None = None
+    holds: Any = None
+    passes: int = 0
+    total: int = 0
+
+    def __call__(self) -> None:
+        """Take a step."""
+        self.passes = self.run()
+        self.total += self.passes
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -151,13 +173,14 @@ def not_private(name: str, shape: Shape, device: str, *, is_compiled: bool) -> S
     rows = ids.to(device).split(shape.rows)
     run = torch.compile(model) if is_compiled else model
 
-    def step() -> None:
+    def step() -> int:
         optimizer.zero_grad()
         for each in rows:
             (loss_of(run, each) / shape.passes).backward()
         optimizer.step()
+        return shape.passes
 
-    return step
+    return Step(step)
 
 
 def private(name: str, shape: Shape, device: str, **settings: Any) -> Step:
@@ -179,18 +202,19 @@ def private(name: str, shape: Shape, device: str, **settings: Any) -> Step:
         **settings,
     )
 
-    def step() -> None:
+    def step() -> int:
         # The loop is left after a step: while a batch is in the user's hands, all code that others
         # have compiled runs as it was written, so that a loss can be followed.
-        for number, (rows,) in enumerate(loader, start=1):
+        for (rows,) in loader:
             optimizer.zero_grad()
             loss_of(model, rows).backward()
             optimizer.step()
-            if number == shape.passes:
-                break
+            assert loader.current is not None
+            if loader.current.is_last:
+                return loader.current.num_passes
+        raise AssertionError("the data set has hundreds of batches")
 
-    step.engine = engine  # type: ignore[attr-defined]
-    return step
+    return Step(step, engine)
 
 
 def graph_optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -221,11 +245,11 @@ def not_private_graph(name: str, shape: Shape, device: str) -> Step:
     with torch.cuda.graph(graph):
         train()
 
-    def step() -> None:
+    def step() -> int:
         graph.replay()
+        return 1
 
-    step.holds = train  # type: ignore[attr-defined]  # the graph has addresses, and no tensors
-    return step
+    return Step(step, holds=train)  # the graph has addresses, and no tensors
 
 
 def private_graph(name: str, shape: Shape, device: str) -> Step:
@@ -263,11 +287,11 @@ def private_graph(name: str, shape: Shape, device: str) -> Step:
     run = engine.capture_graph(losses_of, example.clone(), with_optimizer=True)
     given = chain([example], endless)
 
-    def step() -> None:
+    def step() -> int:
         run(next(given))
+        return 1
 
-    step.engine = engine  # type: ignore[attr-defined]
-    return step
+    return Step(step, engine)
 
 
 def opacus(name: str, shape: Shape, device: str) -> Step:
@@ -283,14 +307,15 @@ def opacus(name: str, shape: Shape, device: str) -> Step:
     ids = torch.randint(3, 30000 if name != "tiny" else 200, (shape.batch_size, shape.tokens))
     rows = ids.to(device).split(shape.rows)
 
-    def step() -> None:
+    def step() -> int:
         for number, each in enumerate(rows):
             optimizer.zero_grad()
             loss_of(model, each).backward()
             optimizer.signal_skip_step(do_skip=number < len(rows) - 1)
             optimizer.step()
+        return shape.passes
 
-    return step
+    return Step(step)
 
 
 CONTENDERS: dict[str, Callable[[str, Shape, str], Step]] = {
@@ -307,10 +332,8 @@ GRAPHS: dict[str, Callable[[str, Shape, str], Step]] = {
     "compiled, private": private_graph,
 }
 
-PRIVATE = ("compiled, private", "eager, private")  # and checked again between passes
 
-
-def seconds(step: Step, device: str) -> float:
+def seconds(step: Callable[[], Any], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -318,6 +341,18 @@ def seconds(step: Step, device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+def warmed_up(step: Step, device: str, rounds: int) -> list[float]:
+    """Take steps until no pass of the rounds is one that private training checks again."""
+    warm_up = [seconds(step, device) for _ in range(2)]
+    while step.engine is not None:
+        needed = (rounds + 1) * step.passes  # and one step whose memory is measured
+        is_past = step.total >= WARM_UP_PASSES
+        if is_past and step.total.bit_length() == (step.total + needed).bit_length():
+            break
+        warm_up.append(seconds(step, device))
+    return warm_up
 
 
 def block_seconds(step: Step, num_steps: int = 20) -> float:
@@ -357,8 +392,7 @@ def measure(
             step = make(name, shape, device)
             first = seconds(step, device)
             first_peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
-            num_steps = WARM_UP_PASSES // shape.passes if kind in PRIVATE else 3
-            warm_up = [seconds(step, device) for _ in range(num_steps - 1)]
+            warm_up = warmed_up(step, device, rounds)
             if device == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
@@ -369,13 +403,14 @@ def measure(
             continue
         peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
         figures[kind] = {
+            "passes": step.passes,
             "first_step_seconds": first,
             "first_step_peak_gib": first_peak / GIB,
             "warm_up_seconds": warm_up,
             "peak_gib": peak / GIB,
         }
-        if hasattr(step, "engine"):  # which depends on what methods took on this GPU
-            layers = step.engine.plan().layers  # type: ignore[attr-defined]
+        if step.engine is not None:  # whose plan depends on what methods took on this GPU
+            layers = step.engine.plan().layers
             figures[kind]["plan"] = dict(Counter(str(each.chosen.choice) for each in layers))
             kept = sum(each.chosen.cost.kept_bytes for each in layers)
             figures[kind]["planned_gib"] = kept / GIB
@@ -401,8 +436,8 @@ def measure(
             print(kind, figures[kind]["block_seconds"], figures[kind]["kernel_ms"]["all"])
     gc.unfreeze()
     for step in steps.values():
-        if hasattr(step, "engine"):
-            step.engine.detach()  # type: ignore[attr-defined]
+        if step.engine is not None:
+            step.engine.detach()
     return figures
 
 

@@ -152,7 +152,7 @@ def measure(pair: str, name: str, shape: Shape, options: Any) -> dict[str, Any]:
     settings = {"torch_compile": pair == "compiled", "bf16": options.autocast}
     base = build(name, device)
     figures: dict[str, Any] = {}
-    steps: dict[str, Callable[[], None]] = {}
+    steps: dict[str, Callable[[], Any]] = {}
     folder = tempfile.TemporaryDirectory()
 
     def trainer(is_private: bool) -> Turns:
@@ -160,7 +160,7 @@ def measure(pair: str, name: str, shape: Shape, options: Any) -> dict[str, Any]:
         where = f"{folder.name}/{is_private}"
         return trainer_of(model, shape, where, is_private=is_private, **settings)
 
-    contenders: dict[str, Callable[[], Callable[[], None]]] = {
+    contenders: dict[str, Callable[[], Callable[[], Any]]] = {
         PRIVATE: lambda: trainer(True),
         PLAIN: lambda: trainer(False),
     }

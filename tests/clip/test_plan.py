@@ -24,7 +24,7 @@ from unison.clip import (
     plan_clipping,
 )
 from unison.clip.costs import method_costs
-from unison.clip.plan import COMPILED_SHARE
+from unison.clip.plan import COMPILED_SHARE, rows_per_pass
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Product
 
@@ -225,6 +225,26 @@ def test_compiled_passes_keep_little_more_than_inputs_and_outputs_of_layers():
     given = plan_clipping(layers, memory_budget=10**12, machine="cuda", is_compiled=True)
     assert given.seconds == free.seconds
     assert plan_clipping([], machine="cuda", is_compiled=True).layers == ()
+
+
+@pytest.mark.parametrize(("inner", "rows"), [(8192, 4), (1024, 8)])
+def test_compiled_passes_have_fewer_rows_where_all_layers_are_then_faster(inner, rows):
+    """Of 1,024 tokens: per-sample gradients of wide layers do not fit beside each other."""
+    layers = [linear(f"{i}.weight", 1024, inner, 2048, 1) for i in range(8)]
+
+    def plan_of(num_rows: int) -> Plan:
+        batches = [replace(layer, batch=num_rows, itemsize=2) for layer in layers]
+        return plan_clipping(batches, machine="cuda", is_compiled=True, most_rows=8)
+
+    assert rows_per_pass(plan_of, 8) == rows
+    assert all(each.is_fastest for each in plan_of(rows).layers)
+    assert plan_of(rows).bytes_needed <= plan_of(8).bytes_needed
+    # In as much memory as the largest pass has; left alone, smaller ones have less.
+    alone = plan_clipping(
+        [each.layer for each in plan_of(4).layers], machine="cuda", is_compiled=True
+    )
+    assert alone.bytes_needed <= plan_of(4).bytes_needed
+    assert rows_per_pass(plan_of, 7) == 7
 
 
 def test_an_input_that_layers_share_is_kept_once():

@@ -81,9 +81,10 @@ def test_layers_that_wait_are_timed_together():
     sums, weighted_sums = [], factored.weighted_sums
     timed = Stopwatch(cpu, seconds_of=lambda run: 6.0, free_bytes=lambda: 1 << 40)
 
-    def counted(lefts, rights, weights, outs):
+    def counted(lefts, rights, weights, outs, *, add):
+        assert all(each.dtype == torch.int32 for each in outs)  # as training adds them up
         sums.append(sum(each.nbytes for each in outs))
-        weighted_sums(lefts, rights, weights, outs)
+        weighted_sums(lefts, rights, weights, outs, add=add)
 
     with as_on_cuda(), limit, mock.patch.object(factored, "weighted_sums", counted):
         found = timed.time_layer(WAITING)

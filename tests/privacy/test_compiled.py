@@ -19,6 +19,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Dense, Product
 from unison.privacy import PrivacyEngine, attachment
 from unison.privacy.compiled import CompiledPasses
+from unison.privacy.learning import Learning
 from unison.privacy.sampling import cut_passes
 from unison.shard import current_plan
 from unison.torch_internals import canonical_name
@@ -99,6 +100,27 @@ def test_few_graphs_are_made():
     assert passes.refusal is None
     engine.detach()
     assert "forward" not in vars(module)
+
+
+def test_passes_have_the_rows_that_the_planner_picks(monkeypatch):
+    """Once it has seen the module: passes that were drawn before run as they are."""
+    monkeypatch.setattr(Learning, "rows_per_pass", lambda *_: 2)
+    found = parameters_after(max_physical_batch_size=4, compile=EAGER)
+    check_same(found, uncompiled(4))  # integers add up to the same, however they are cut
+    engine, module, optimizer, loader = attach(max_physical_batch_size=4, compile=EAGER)
+    sizes: dict[int, set[int | None]] = {}
+    for x, y in loader:
+        sizes.setdefault(loader.current.step, set()).add(loader.current.max_rows)
+        assert len(x) <= (4 if loader.current.step == 0 else 2)
+        optimizer.zero_grad()
+        cross_entropy(module(x), y).backward()
+        optimizer.step()
+        if loader.current.step == 2 and loader.current.is_last:
+            break
+    assert sizes == {0: {4}, 1: {2}, 2: {2}}
+    passes = passes_of(engine)
+    assert (passes.num_graphs, passes.refusal) == (1, None)
+    engine.detach()
 
 
 def test_passes_of_poisson_batches():

@@ -27,7 +27,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import cast
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from unison.clip import measured
-from unison.clip.bounds import is_taken, tensors_of
+from unison.clip.bounds import Grid, is_taken, tensors_of
 from unison.clip.costs import (
     CHOICES,
     FACTOR_NORMS,
@@ -54,7 +54,7 @@ from unison.clip.costs import (
 )
 from unison.clip.measured import Factors, can_wait
 from unison.clip.norms import NORM_METHODS, from_records, measure, refusal
-from unison.kernels import multi_tensor
+from unison.kernels import factored, multi_tensor
 from unison.kernels.available import has_triton, on_device_of, plain_arithmetic
 from unison.ops import Product, Record
 from unison.schema import version_of
@@ -82,6 +82,7 @@ _REPEATS = 5
 _LONG = 0.02  # seconds of a run that need not be repeated
 # Elements of all layers that are timed together, and how many layers at most.
 _FILLING, _MOST_TOGETHER = 1 << 25, 64
+_GRID = Grid(2.0**-10)  # coarse enough for sums of random records to stay in 32 bits
 _HOPELESS_SECONDS, _HOPELESS_FACTOR = 0.1, 8.0  # predicted, and as a multiple of the best norm
 # Cycles that the GPU waits before a run, so that all of it is in its queue: 2 ms; at most 64.
 _CYCLES_AHEAD, _MOST_CYCLES_AHEAD = 4_000_000, 128_000_000
@@ -210,7 +211,10 @@ def draw_records(layer: LayerShape, device: torch.device) -> list[Record]:
 def runs_of(
     layer: LayerShape, records: Sequence[Record], parts: Sequence[str]
 ) -> Iterator[tuple[str, Run, int]]:
-    """Yield each part, what runs it and how often, one after the other: they share memory."""
+    """Yield each part, what runs it and how often, one after the other: they share memory.
+
+    Sums are those of private training: integers, which each pass adds to those before.
+    """
     shape = records[0].shape
     device = tensors_of(records[0])[0].device
     coefficients = torch.full((layer.batch,), 0.5, dtype=torch.float64, device=device)
@@ -220,12 +224,12 @@ def runs_of(
     if "rank_one" in parts:
         yield "rank_one", lambda: measure(records, "rank_one"), 1
     if RECORDS in parts:
-        yield RECORDS, lambda: measured.clipped_sum(records, coefficients, shape), 1
+        yield RECORDS, lambda: measured.clipped_sum(records, coefficients, shape, _GRID), 1
     if FACTORS in parts and can_wait(records, WAITING):
         yield from _together(records, coefficients)
     elif FACTORS in parts:  # a GPU that is too small for it
         yield FACTOR_NORMS, lambda: measured.squared_norms(records, "gram"), 1
-        yield FACTORS, lambda: measured.clipped_sum(records, coefficients, shape), 1
+        yield FACTORS, lambda: measured.clipped_sum(records, coefficients, shape, _GRID), 1
     if PLAIN_RECORDS in parts:
         yield PLAIN_RECORDS, lambda: from_records(records, coefficients, shape), 1
     if FORWARD in parts:
@@ -240,9 +244,10 @@ def runs_of(
 
         yield "materialize", materialize, 1
         if KEPT in parts:
-            out = torch.empty(shape, device=device)
-            weights = coefficients.float().unsqueeze(0)
-            yield KEPT, lambda: multi_tensor.combine(kept, weights, [out]), 1
+            out = torch.zeros(shape, device=device, dtype=_GRID.dtype)
+            weights, spacing = coefficients.float().unsqueeze(0), float(_GRID.spacing)
+            add = partial(multi_tensor.combine, add=True, spacing=spacing)
+            yield KEPT, lambda: add(kept, weights, [out]), 1
 
 
 def _together(records: Sequence[Record], coefficients: Tensor) -> Iterator[tuple[str, Run, int]]:
@@ -253,9 +258,11 @@ def _together(records: Sequence[Record], coefficients: Tensor) -> Iterator[tuple
     factors = Factors.of(cast(Product, records[0]))
     times = min(_MOST_TOGETHER, -(-_FILLING // math.prod(factors.shape)))
     found = {str(i): factors for i in range(times)}
-    names, weights = list(found), measured.stacked([coefficients] * times)
+    names, weights = list(found), measured.stacked([coefficients] * times, _GRID)
     yield FACTOR_NORMS, lambda: measured.measure_factors(names, found), times
-    yield FACTORS, lambda: measured.factor_sums(names, found, weights), times
+    sums = [factors.left.new_zeros(factors.shape, dtype=_GRID.dtype) for _ in names]
+    sides = measured.sides_of(names, found)
+    yield FACTORS, lambda: factored.weighted_sums(*sides, weights, sums, add=True), times
 
 
 def _forward(records: Sequence[Record]) -> Run:
@@ -429,6 +436,7 @@ def versions() -> dict[str, str]:
     found = {name: version_of(name) or "unknown" for name in ("torch", "triton", "unison")}
     root = Path(__file__).resolve().parents[1]
     digest = sha256()
-    for path in [*sorted((root / "kernels").rglob("*.py")), root / "clip" / "measured.py"]:
+    own = [root / "clip" / "measured.py", Path(__file__).resolve()]
+    for path in [*sorted((root / "kernels").rglob("*.py")), *own]:
         digest.update(path.read_bytes())
     return {**found, "kernels": digest.hexdigest()[:16]}

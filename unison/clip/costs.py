@@ -529,7 +529,7 @@ def _kernel_costs(layer: LayerShape) -> dict[str, Cost]:
         "tile": tile,
         "materialize": _work(layer, "cuda", flops) + Cost(moved_bytes=2 * size + moved),
         "rank_one": Cost(moved_bytes=moved),
-        "kept": Cost(moved_bytes=size, kept_bytes=size),
+        "kept": Cost(moved_bytes=size + 2 * SUM_ITEMSIZE * layer.numel, kept_bytes=size),
         "records": records,
     }
 

@@ -32,13 +32,20 @@ clipped sums take their part first, which are integers of four bytes in the plac
 take one pass over the model, since more would not be compiled. A head that is tied to an embedding
 is multiplied out all the same: to form it twice, to be measured and to be added up, takes as long
 as a block of the model.
+
+[Note: rows of compiled passes] `max_physical_batch_size` is the most rows that a pass may have, and
+says how much memory there is: what ordinary training takes with so many. Per-sample gradients of
+all layers may not fit into that. With half the rows they take half of it, so that no layer has to
+fall back on a slower method, and twice as many passes may be faster, though each reads and writes
+the clipped sums. They must save a twentieth of what clipping takes (`SAVING`): forward and backward
+of smaller passes take longer, by what is not known here.
 """
 
 import heapq
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import repeat
@@ -70,6 +77,7 @@ if TYPE_CHECKING:
     from unison.clip.calibration import Calibration
 
 COMPILED_SHARE = 1.14  # memory of compiled passes beside that of ordinary training
+SAVING = 0.05  # of clipping's time, by passes of half the rows
 
 _PASSES = ((1, 1), (1, 2), (2, 1))  # backward, forward
 
@@ -187,13 +195,17 @@ def fastest(
 
 
 def fastest_compiled(
-    layers: Sequence[LayerShape], options: Sequence[Sequence[Alternative]]
+    layers: Sequence[LayerShape],
+    options: Sequence[Sequence[Alternative]],
+    most_rows: int | None = None,
 ) -> list[Alternative]:
     """Return one alternative per layer for passes that are compiled: see [Note: compiled passes].
 
     Args:
         layers: Their shapes.
         options: Each layer's alternatives.
+        most_rows: Rows of the largest pass, which says how much memory there is; those of this one
+            if it is not given.
     """
     timed = [[a for a in each if a.measured is not None] or each for each in options]
     once = [[a for a in each if a.passes == (1, 1)] or each for each in timed]
@@ -204,7 +216,8 @@ def fastest_compiled(
         if is_mixed and kept:
             once[i] = kept
         least = min(a.cost.kept_bytes for a in once[i])
-        room += max(layer.factor_bytes, least if is_mixed else 0)
+        most = max(layer.factor_bytes, least if is_mixed else 0)
+        room += most * max(most_rows or 0, layer.batch) // layer.batch
     weights = sum(layer.numel * layer.itemsize for layer in layers)
     wider_sums = sum(layer.numel * SUM_ITEMSIZE for layer in layers) - weights
     room += max(0, int((COMPILED_SHARE - 1) * (4 * weights + room)) - wider_sums)
@@ -212,6 +225,24 @@ def fastest_compiled(
     room = max(room, sum(min(a.cost.kept_bytes for a in each) for each in once))
     found = _within(once, no_wait, [room] * len(layers))
     return min(found, key=lambda chosen: total_seconds(chosen, no_wait))
+
+
+def rows_per_pass(plan_of: Callable[[int], "Plan"], most_rows: int) -> int:
+    """Return how many rows compiled passes should have: see [Note: rows of compiled passes].
+
+    Args:
+        plan_of: Plans passes of so many rows, in the memory of those of `most_rows`.
+        most_rows: How many they may have.
+    """
+    rows = most_rows
+    while rows % 2 == 0:
+        plan = plan_of(rows)
+        if all(each.is_fastest for each in plan.layers):
+            break
+        if 2 * plan_of(rows // 2).seconds > (1 - SAVING) * plan.seconds:
+            break
+        rows //= 2
+    return rows
 
 
 def _by_passes(
@@ -367,6 +398,11 @@ class LayerPlan:
     alternatives: tuple[Alternative, ...]
     forward_seconds: float = 0.0
 
+    @property
+    def is_fastest(self) -> bool:
+        """Whether nothing that takes one pass over the model would be faster."""
+        return self.chosen.time <= min(a.time for a in self.alternatives if a.passes == (1, 1))
+
     @cached_property
     def kinds(self) -> list[tuple[str, int]] | None:
         """Kind and tokens of the uses that are planned for, sorted; None if values decide them."""
@@ -503,6 +539,7 @@ def plan_clipping(
     machine: str = "cpu",
     timed: "Calibration | None" = None,
     is_compiled: bool = False,
+    most_rows: int | None = None,
     can_repeat: bool = True,
     is_estimate: bool = False,
 ) -> Plan:
@@ -517,6 +554,7 @@ def plan_clipping(
         machine: One of `MACHINES`.
         timed: What methods took on the device. Without it a plan depends on shapes alone.
         is_compiled: Whether passes are compiled: see [Note: compiled passes].
+        most_rows: How many rows compiled passes may have; those of these layers if not given.
         can_repeat: Whether `auto` may run the forward pass again.
         is_estimate: Whether the budget is rough: where nothing fits it, `auto` takes as little as
             it can.
@@ -535,7 +573,7 @@ def plan_clipping(
     options, forwards = [each for each, _ in found], [share for _, share in found]
     freed = [layer.freed_bytes for layer in layers]
     if mode == AUTO and is_compiled and memory_budget is None:
-        chosen = fastest_compiled(layers, options)
+        chosen = fastest_compiled(layers, options, most_rows)
     elif mode == AUTO:
         allowed = options
         if not can_repeat:

@@ -362,8 +362,29 @@ class Attachment:
         return self._plan_of(self.learning.learn(inputs), num_rows, inputs)
 
     def _plan_of(self, learned: Learned, num_rows: int, inputs: Inputs) -> Plan:
-        is_compiled = self._compiled is not None and self._compiled.refusal is None
-        return self.learning.plan(learned, num_rows, inputs, is_compiled=is_compiled)
+        if not self._runs_compiled:
+            return self.learning.plan(learned, num_rows, inputs.device)
+        limit = self._dealing.max_physical_batch_size
+        return self.learning.plan(
+            learned, num_rows, inputs.device, is_compiled=True, most_rows=limit
+        )
+
+    @property
+    def _runs_compiled(self) -> bool:
+        return self._compiled is not None and self._compiled.refusal is None
+
+    def _has_fitting_rows(self, learned: Learned, inputs: Inputs, num_rows: int) -> bool:
+        """Whether compiled passes should have as many rows; those that are yet to be drawn do.
+
+        The rows of a pass are known before the module has run. So a logical batch or two come in
+        larger passes than they should, which are not worth compiling.
+        """
+        limit = self._dealing.max_physical_batch_size
+        if limit is None or self._dealing.granule is not None or not self._follows_loss:
+            return True
+        rows = self.learning.rows_per_pass(learned, limit, inputs.device)
+        cast("PrivateTraining", self._training).loader.limit_rows(rows)
+        return num_rows <= rows
 
     @property
     def is_aside(self) -> bool:
@@ -416,8 +437,7 @@ class Attachment:
         """Note what forward makes of the batch, in passes whose loss is checked again."""
         recorder, is_checked = self._recorder, is_checked_again(self._recorder.number)
         is_due = recorder.number == 1 or (self.settings.recheck and is_checked)
-        runs_compiled = self._compiled is not None and self._compiled.refusal is None
-        if not (self._follows_loss and recorder.is_open and is_due) or runs_compiled:
+        if not (self._follows_loss and recorder.is_open and is_due) or self._runs_compiled:
             return
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # What is made of texts is not known as the batch's; what stands beside rows is public.
@@ -517,10 +537,17 @@ class Attachment:
             self._refuse_other_kinds(inputs)
         learned = self.learning.learn(inputs)
         buffers = buffer_versions(self.params.modules)
-        compiled = self._compiled
-        plan = self.plan = self._plan_of(learned, self._dealing.most_rows, inputs)
+        most_rows, compiled = self._dealing.most_rows, self._compiled
+        if self._runs_compiled and not self._has_fitting_rows(learned, inputs, num_rows):
+            compiled = None
+            plan = self.plan = self.learning.plan(learned, most_rows, inputs.device)
+        else:
+            plan = self.plan = self._plan_of(learned, most_rows, inputs)
         num_forwards, num_backwards = plan.num_forwards, plan.num_backwards
         runs_compiled = compiled is not None and compiled.takes(inputs, learned, plan, num_rows)
+        if compiled is not None and not runs_compiled and self._follows_loss:
+            limit = self._dealing.max_physical_batch_size
+            cast("PrivateTraining", self._training).loader.limit_rows(limit)
         clippings, captures = {}, {}
         for part in self._dealing.parts:
             clipping = Clipping(plan, num_rows, learned.storage)

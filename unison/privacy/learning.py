@@ -29,7 +29,7 @@ from unison.capture.tracked import ParamRegistry, Tracked
 from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import calibration_of
 from unison.clip.functional import learn_layers
-from unison.clip.plan import block_of
+from unison.clip.plan import block_of, rows_per_pass
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel import ParallelAdapter
 from unison.privacy.inputs import (
@@ -292,25 +292,54 @@ class Learning:
         device = next(self._module.parameters()).device
         return bool(everyone.sum_(torch.tensor([float(flag)], device=device)) > 0)
 
+    def rows_per_pass(self, learned: Learned, most_rows: int, device: torch.device) -> int:
+        """Return how many rows compiled passes should have, where they may have `most_rows`.
+
+        Fewer on a GPU only, where times and memory of passes are known, and where no other rank
+        would have to run as many passes.
+        """
+        has_choice = self._settings.mode == AUTO and self._settings.memory_budget is None
+        if not (has_choice and self._is_alone and machine_of(device) == "cuda"):
+            return most_rows
+        return rows_per_pass(
+            lambda rows: self.plan(learned, rows, device, is_compiled=True, most_rows=most_rows),
+            most_rows,
+        )
+
     def plan(
-        self, learned: Learned, num_rows: int, inputs: Inputs, *, is_compiled: bool = False
+        self,
+        learned: Learned,
+        num_rows: int,
+        device: torch.device,
+        *,
+        is_compiled: bool = False,
+        most_rows: int | None = None,
     ) -> Plan:
-        """Return how batches of as many rows are clipped, in passes that are compiled or not."""
-        key = id(learned), num_rows, inputs.device, is_compiled
+        """Return how batches of as many rows are clipped.
+
+        Args:
+            learned: What is known of them.
+            num_rows: Their rows.
+            device: Where they are.
+            is_compiled: Whether passes are compiled.
+            most_rows: How many rows passes may have, if they are.
+        """
+        key = id(learned), num_rows, device, is_compiled, most_rows
         if key not in self._plans:
             # [Note: calibration]
             may_time = self._settings.calibrate and self._settings.mode == AUTO and self._is_alone
             settings: dict[str, Any] = {
                 "mode": self._settings.mode,
-                "machine": machine_of(inputs.device),
-                "timed": calibration_of(inputs.device) if may_time else None,
+                "machine": machine_of(device),
+                "timed": calibration_of(device) if may_time else None,
                 "is_alone": self._is_alone,
                 "is_compiled": is_compiled,
+                "most_rows": most_rows,
                 "can_repeat": self._owner.can_repeat,
             }
             budget = self._settings.memory_budget
             plan = learned.plan(num_rows, memory_budget=budget, **settings)
-            room = self._room(learned, num_rows, inputs.device) if budget is None else None
+            room = self._room(learned, num_rows, device) if budget is None else None
             if room is not None and plan.bytes_needed > room:
                 plan = learned.plan(num_rows, memory_budget=room, is_estimate=True, **settings)
             self._plans[key] = plan

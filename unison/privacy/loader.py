@@ -190,6 +190,10 @@ class PrivateLoader:
             live.close()
         self.current = None
 
+    def limit_rows(self, max_rows: int | None) -> None:
+        """Let a physical batch have so many records at most, in steps that are yet to be drawn."""
+        self._share["max_physical_batch_size"] = max_rows
+
     def set_start_step(self, step: int) -> None:
         """Go on from a step, as a resumed run does.
 

@@ -327,6 +327,7 @@ class PhysicalBatch:
         num_samples: Records in this pass; 0 where the draw, or this rank's part of it, is empty.
         is_first: Whether this pass opens the logical batch.
         is_last: Whether this pass closes the logical batch.
+        max_rows: Most records in a pass of the logical batch; None for no limit.
     """
 
     step: int
@@ -338,6 +339,7 @@ class PhysicalBatch:
     num_samples: int
     is_first: bool
     is_last: bool
+    max_rows: int | None = None
 
     def __repr__(self) -> str:
         # Records and their number say who took part: they stay out of logs and tracebacks.
@@ -416,6 +418,7 @@ def physical_batches(record_ids: Tensor, *, step: int, **share: Any) -> Iterator
             num_samples=len(run),
             is_first=index == 0,
             is_last=index == len(runs) - 1,
+            max_rows=share.get("max_physical_batch_size"),
         )
 
 
@@ -488,8 +491,7 @@ class BatchDealer:
             ranks=self.ranks,
             step=physical.step,
             is_granular=self.granule is not None,
-            granules_per_pass=self.max_physical_batch_size
-            and self.max_physical_batch_size // granule,
+            granules_per_pass=physical.max_rows and physical.max_rows // granule,
             key=self._key,
         )
         self.plan = plan = plans[physical.index]
@@ -498,9 +500,9 @@ class BatchDealer:
         assert int((ids >= 0).sum()) == physical.num_samples
         if self.granule is None:
             longest = max(high - low for low, high in itertools.pairwise(plan.edges))
-            rest = longest - physical.index * (self.max_physical_batch_size or longest)
-            most = max(1, min(self.max_physical_batch_size or longest, rest))
-            self.most_rows = self.rows_to_plan(most)
+            size = physical.max_rows or longest
+            most = max(1, min(size, longest - physical.index * size))
+            self.most_rows = self.rows_to_plan(most, physical.max_rows)
             if self.has_fixed_size:
                 nobodys = (plan.num_granules,) * (self.most_rows - len(ids))
                 self.plan = plan = replace(plan, granule_ids=(*plan.granule_ids, *nobodys))
@@ -538,16 +540,20 @@ class BatchDealer:
             )
         return rows
 
-    def rows_to_plan(self, num_rows: int) -> int:
+    def rows_to_plan(self, num_rows: int, most: int | None = None) -> int:
         """Return how many rows to plan clipping for, where a part has these on any rank.
 
         Poisson sampling gives every batch another size, and to plan takes longer than a step. So
         nearly all sizes share one plan, of the largest of them: what fits a memory budget then
         fits it with fewer rows.
+
+        Args:
+            num_rows: Rows of the longest part.
+            most: Most rows of these passes, if they are to have fewer than all may have.
         """
         if self.granule is not None:
             return num_rows  # granules are all of one size
-        most = self.max_physical_batch_size
+        most = most or self.max_physical_batch_size
         rows = -(-self._usual_size // self.ranks.size)
         rows = rows if most is None else min(rows, most)
         while rows < num_rows:

@@ -451,11 +451,13 @@ class PrivateTraining:
             )
         if self.attachment.settings.batch_dim != 0:
             raise UnsupportedOperation("capture_graph needs samples first: batch_first=True")
+        limit = self._dealing.max_physical_batch_size
+        self.loader.limit_rows(limit)  # a graph has as many, and pads what is smaller
         return GraphedPass(
             self,
             loss_of,
             example,
-            num_rows=self._dealing.max_physical_batch_size or len(example[0]),
+            num_rows=limit or len(example[0]),
         )
 
     @contextmanager
