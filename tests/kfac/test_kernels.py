@@ -15,7 +15,7 @@ def positive(batch: int, n: int, seed: int = 0) -> torch.Tensor:
     return u @ u.mT / max(n, 1) + 0.01 * torch.eye(n).double()
 
 
-@pytest.mark.parametrize("n", [1, 63, 64, 65, 130])
+@pytest.mark.parametrize("n", [130, 63, 65, 64, 1])
 @interpreted
 def test_inverses_of_factors_in_their_place(n):
     from unison.kernels.kfac_triton import invert_factors_
@@ -136,10 +136,10 @@ def test_drawn_labels_are_those_of_probabilities(classes, dtype):
 def test_labels_are_drawn_as_often_as_they_are_probable():
     from unison.kernels.kfac_triton import drawn
 
-    z = torch.tensor([0.1, 0.0, 0.4, 0.2, 0.3]).log().expand(2, 150, 5)
-    u = (torch.arange(300, dtype=torch.float64) + 0.5).view(2, 150) / 300
+    z = torch.tensor([0.1, 0.0, 0.4, 0.2, 0.3]).log().expand(2, 50, 5)
+    u = (torch.arange(100, dtype=torch.float64) + 0.5).view(2, 50) / 100
     counts = (drawn(z, u) < 0).sum(dim=(0, 1))
-    assert (counts - torch.tensor([30, 0, 120, 60, 90])).abs().max() <= 1
+    assert (counts - torch.tensor([10, 0, 40, 20, 30])).abs().max() <= 1
 
 
 COMPILED = """

@@ -256,4 +256,6 @@ def _content(state: Any) -> Any:
         return state.tobytes()
     if isinstance(state, dict):
         return {key: _content(value) for key, value in state.items()}
-    return tuple(map(_content, state)) if isinstance(state, tuple) else state
+    if isinstance(state, tuple):  # Python's own has 625 numbers, too many to call this for each
+        return tuple(each if isinstance(each, int) else _content(each) for each in state)
+    return state
