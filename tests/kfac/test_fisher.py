@@ -210,6 +210,8 @@ def test_what_is_forgotten_raises():
         kfac.sample(torch.zeros(2, CLASSES), torch.ones(2, 2)).backward()
     with pytest.raises(BadInput, match="not made of what the module"):
         kfac.sample(torch.zeros(2, CLASSES, requires_grad=True) * 2).backward()
+    with pytest.raises(BadInput, match="not made of what the module"):
+        kfac.sample(model(torch.randn(2, 3)).detach()).backward()
 
 
 def test_exact_is_for_few_outputs():

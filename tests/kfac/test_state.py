@@ -49,6 +49,9 @@ def test_the_state_of_another_model_is_refused():
     other = unison.KFAC(nn.Linear(3, 3), KFACConfig())
     with pytest.raises(BadInput, match="another model"):
         other.load_state_dict(kfac.state_dict())
+    wider = unison.KFAC(Transformer(d_ff=12), KFACConfig())
+    with pytest.raises(BadInput, match=r"f1.weight is \[9, 6\] there and \[12, 6\] here"):
+        wider.load_state_dict(kfac.state_dict())
 
 
 def test_settings_are_compared(tmp_path):

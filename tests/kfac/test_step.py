@@ -275,6 +275,61 @@ def test_a_parameter_without_a_gradient_stays_without():
     assert found["other.weight"] == "not used"
 
 
+def sampled_step(model, kfac, *, has_loss: bool = True) -> None:
+    ((x, y),) = batches(1)
+    logits = model(x)
+    kfac.sample(logits).backward()
+    if has_loss:
+        loss(logits, y).backward()
+    kfac.step()
+
+
+@pytest.mark.parametrize("what", ["added", "replaced", "thawed"])
+def test_what_came_to_be_trained_later_is_refused(what):
+    """Its gradient would stay as it is, beside the steps of all others."""
+    model = Transformer().double()
+    model.f1.weight.requires_grad_(what != "thawed")
+    kfac = unison.KFAC(model, settings())
+    sampled_step(model, kfac)
+    name = "f1.weight"
+    if what == "added":
+        name = "gain"
+        model.gain = nn.Parameter(torch.ones(()))
+    elif what == "replaced":
+        model.f1.weight = nn.Parameter(model.f1.weight.detach().clone())
+    model.f1.weight.requires_grad_()
+    with pytest.raises(BadInput, match=rf"^{name} was added, replaced or thawed since KFAC"):
+        sampled_step(model, kfac)
+
+
+def test_what_is_frozen_later_stays_as_it_is():
+    """And the rest has the steps of a model in which it always was."""
+    models = [Transformer().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    kfacs = []
+    for number, model in enumerate(models):
+        if number == 0:
+            kfacs.append(unison.KFAC(model, settings(graft="sgd")))
+            sampled_step(model, kfacs[0])
+        model.zero_grad()
+        model.requires_grad_(requires_grad=False)
+        model.f2.requires_grad_()
+        if number == 1:
+            kfacs.append(unison.KFAC(model, settings(graft="sgd")))
+            kfacs[1].num_steps = 1  # it draws the same labels
+        sampled_step(model, kfacs[number])
+        found = [name for name, each in model.named_parameters() if each.grad is not None]
+        assert found == ["f2.weight", "f2.bias"]
+    assert relative(*(each.f2.weight.grad for each in models)) <= 1e-12
+
+
+def test_a_step_before_the_loss_went_back_is_refused():
+    model = Transformer().double()
+    kfac = unison.KFAC(model, settings())
+    with pytest.raises(BadInput, match=r"^no parameter has a gradient: call kfac.step\(\) after"):
+        sampled_step(model, kfac, has_loss=False)
+
+
 def test_a_copy_of_the_module_is_not_watched():
     model = nn.Linear(3, CLASSES)
     kfac = unison.KFAC(model, settings())

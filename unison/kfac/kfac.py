@@ -41,7 +41,14 @@ from unison.parallel.exchange import (
 from unison.shard.ranks import from_rank_0, gather_objects, together
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
 from unison.shard.state.entries import FlatPart
-from unison.torch_internals import DynamoBackend, has_values, is_dtensor, machine_of, sent_to_host
+from unison.torch_internals import (
+    DynamoBackend,
+    canonical_name,
+    has_values,
+    is_dtensor,
+    machine_of,
+    sent_to_host,
+)
 
 MOST_HEAD_TOKENS = 2048  # of an update, about, whose probabilities make columns
 
@@ -131,6 +138,7 @@ class KFAC:
         def is_wanted() -> bool:
             return (kfac := own()) is not None and kfac.wants_statistics
 
+        self._last_trained: frozenset[str] = frozenset()
         self._recorder = PassRecorder(module, self._adapter, config, is_wanted)
         handle = watch_optimizers([each.parameter for each in self._adapter.params], config.graft)
         self._unwatch = weakref.finalize(self, handle.remove)
@@ -213,11 +221,13 @@ class KFAC:
                 empirical Fisher divides the gradients of the loss by its scale.
 
         Raises:
-            BadInput: If statistics were wanted and no pass was sampled, or gradients are scaled.
+            BadInput: If statistics were wanted and no pass was sampled, if there is no gradient, if
+                gradients are scaled, or a parameter is new to the module.
             NotInvertible: Naming the layer, its smallest eigenvalue and the remedy.
             UnsupportedOperation: If a parameter has come to be trained privately.
         """
         refuse_private({each.name: each.parameter for each in self._adapter.params})
+        self._check_params()
         scale = loss_scale(grad_scaler)
         # The user may be under autocast, which would round every product here.
         with torch.autocast(machine_of(self._device), enabled=False):
@@ -239,6 +249,28 @@ class KFAC:
                     self._graft.uncount()
         self._passes = []
         self._recorder.forget()
+
+    def _check_params(self) -> None:
+        known = {id(each) for each in self.trained}
+        named = self._module.named_parameters()
+        trained = {name: each for name, each in named if each.requires_grad}
+        for name, each in trained.items():
+            if id(each) not in known:
+                raise BadInput(
+                    f"{canonical_name(name)} was added, replaced or thawed since KFAC(module), and "
+                    "its gradient would stay as it is beside others' steps: detach() this KFAC "
+                    "and make another"
+                )
+        if (names := frozenset(trained)) != self._last_trained:  # operations are learned by names
+            self._last_trained, self._recorder.axes = names, None
+        # What else an update may lack is told where it is made.
+        is_sampled = bool(self._passes) and self.config.fisher != "empirical"
+        has_none = bool(trained) and all(each.grad is None for each in self.trained)
+        if has_none and (is_sampled or not self.wants_statistics):
+            raise BadInput(
+                "no parameter has a gradient: call kfac.step() after loss.backward(), whose "
+                "gradients it preconditions, and before optimizer.zero_grad()"
+            )
 
     @property
     def _has_update(self) -> bool:
@@ -702,6 +734,12 @@ class KFAC:
         if layers and names != set(self._shapes):
             missing = sorted(set(self._shapes) ^ names)[:3]
             raise BadInput(f"the state is of another model: {missing} are not in both")
+        for each in layers:
+            if each.shape != (own := self._shapes[each.name]):
+                raise BadInput(
+                    f"the state is of another model: {each.name} is {list(each.shape)} there and "
+                    f"{list(own)} here"
+                )
         self._graft = Graft(self.config)
         self._take_layers(layers)
 

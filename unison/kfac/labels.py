@@ -427,13 +427,15 @@ def _with_tokens(logits: Tensor) -> Tensor:  # [batch, ..., outputs] -> [batch, 
 
 def _sent_back(outputs: Mapping[int, Tensor], logits: Tensor, column: Tensor) -> dict[int, Tensor]:
     """The gradients of the module's outputs from one of the logits."""
-    found = torch.autograd.grad(
-        logits,
-        list(outputs.values()),
-        column.view(logits.shape).to(logits.dtype),
-        retain_graph=True,
-        allow_unused=True,
-    )
+    found: Sequence[Tensor | None] = [None] * len(outputs)
+    if logits.requires_grad:
+        found = torch.autograd.grad(
+            logits,
+            list(outputs.values()),
+            column.view(logits.shape).to(logits.dtype),
+            retain_graph=True,
+            allow_unused=True,
+        )
     pairs = zip(outputs, found, strict=True)
     gradients = {place: each for place, each in pairs if each is not None}
     if not gradients:

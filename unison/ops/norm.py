@@ -183,8 +183,8 @@ def batch_norm(
     """`F.batch_norm` with given statistics (eval mode); those of the batch mix samples."""
     if training or running_mean is None or running_var is None:
         raise UnsupportedOperation(
-            "batch norm, whose statistics mix the samples of a batch: one sample's gradient then "
-            "depends on the others, and clipping bounds nothing. Use GroupNorm or LayerNorm"
+            "batch norm, whose statistics mix the samples of a batch: no sample has a gradient of "
+            "its own then, to be clipped or to make curvature of. Use GroupNorm or LayerNorm"
         )
     if tap.tracks(input):
         return NotImplemented
