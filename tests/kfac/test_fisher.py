@@ -1,5 +1,6 @@
 """Labels: drawn from the model, the same wherever they are drawn, and right on average."""
 
+import copy
 import itertools
 from typing import Any
 
@@ -233,3 +234,47 @@ def test_two_dealt_batches_in_one_step_draw_labels_of_their_own():
     first = [each.rows.first_ids for each in kfac._passes]
     assert first == [(0,), (3,)]
     kfac.step()
+
+
+class Counting(nn.Module):
+    """Writes to itself whenever it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 4), nn.Linear(4, CLASSES)
+        self.num_passes, self.seen, self.total = 0, [], torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.num_passes += 1
+        self.seen.append(x)
+        self.total += x.detach().sum(0)
+        return self.head(x)
+
+
+def test_passes_for_statistics_leave_the_module_as_it_was():
+    model, x = Counting(), torch.randn(4, 3)
+    kfac = unison.KFAC(model, settings())
+    logits = model(x)
+    total = model.total.clone()
+    kfac.sample(logits).backward()
+    loss(logits).backward()
+    kfac.step()
+    assert (model.num_passes, len(model.seen)) == (1, 1)
+    assert torch.equal(model.total, total)
+
+
+def test_a_module_may_be_part_of_another():
+    """Its inputs have a graph, which is the user's to go back through."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, CLASSES)).double()
+    x, alone = torch.randn(6, 3).double(), copy.deepcopy(model[1])
+    found = []
+    for module, inputs in ((model[1], model[0](x)), (alone, model[0](x).detach())):
+        kfac = unison.KFAC(module, settings())
+        logits = module(inputs)
+        kfac.sample(logits).backward()
+        loss(logits).backward()
+        kfac.step()
+        found.append(module.weight.grad)
+    assert torch.equal(*found)
+    assert model[0].weight.grad is not None

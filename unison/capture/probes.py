@@ -98,9 +98,8 @@ _LARGE = 1 << 24  # bytes of a buffer on a GPU whose copy waits in main memory
 class ProbeState:
     """Puts generators, buffers and attributes of a module back to what they were.
 
-    Attributes are bindings: those of the modules themselves and of plain objects that they hold,
-    with the contents of lists, dictionaries and sets among them. What lies deeper is not put back;
-    the check for state between calls sees it where outputs depend on it.
+    What lies deeper than `kept_attributes` looks is not put back; the check for state between calls
+    sees it where outputs depend on it.
 
     Args:
         module: The model.
@@ -115,36 +114,11 @@ class ProbeState:
             for child in module.modules()
             for key, buffer in child._buffers.items()
         ]
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._contents: list[tuple[Any, Any]] = []
-        tensors: list[Tensor] = []
-        known: set[int] = set()
-        for child in module.modules():
-            if not type(child).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
-                tensors += self._keep_attributes(vars(child), known)
+        tensors, self._put_attributes_back = kept_attributes(module)
         self._buffer_copies = _copies_of([buffer for _, _, buffer in self._buffers])
         self._tensor_copies = _copies_of(tensors)
         self._start = self.values()
         self._parameters = _bits(dict(module.named_parameters()))
-
-    def _keep_attributes(
-        self, attributes: dict[str, Any], known: set[int], *, is_module: bool = True
-    ) -> Iterator[Tensor]:
-        """Keep what attributes are bound to; yields tensors, which may be written in place."""
-        own = {key: value for key, value in attributes.items() if not is_module or _is_own(key)}
-        self._attributes.append((attributes, own))
-        for value in own.values():
-            is_mutable = isinstance(value, _MUTABLE)
-            if id(value) in known or not (is_module or is_mutable):
-                continue
-            known.add(id(value))
-            if is_mutable:
-                contents = dict(value) if isinstance(value, dict) else list(value)
-                self._contents.append((value, contents))
-            elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                yield value
-            elif _is_plain_object(value):
-                yield from self._keep_attributes(vars(value), known, is_module=False)
 
     def restore_generators(self, seed: int | None = None) -> None:
         """Let the next pass draw the same random numbers.
@@ -165,14 +139,7 @@ class ProbeState:
     def restore(self) -> None:
         """Restore generators, attributes and buffers."""
         self.restore_generators()
-        for attributes, own in self._attributes:
-            for key in [key for key in attributes if _is_own(key) and key not in own]:
-                del attributes[key]
-            for key, value in own.items():
-                if attributes.get(key) is not value or key not in attributes:
-                    attributes[key] = value
-        for value, before in self._contents:
-            _refill(value, before)
+        self._put_attributes_back()
         _put_back(self._tensor_copies)
         self.restore_buffers()
 
@@ -258,6 +225,49 @@ def _is_equal(first: Any, second: Any) -> bool:
     if isinstance(first, tuple):
         return len(first) == len(second) and all(map(_is_equal, first, second))
     return bool((first == second).all()) if hasattr(first, "all") else first == second
+
+
+def kept_attributes(module: nn.Module) -> tuple[list[Tensor], Callable[[], None]]:
+    """Keep what the attributes of modules, and of plain objects that they hold, are bound to.
+
+    Returns:
+        Tensors among them, which a pass may write in place; and what puts all else back, contents
+        of lists, dictionaries and sets included.
+    """
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    contents: list[tuple[Any, Any]] = []
+    tensors: list[Tensor] = []
+    known: set[int] = set()
+
+    def keep(attributes: dict[str, Any], *, is_module: bool = True) -> None:
+        own = {key: value for key, value in attributes.items() if not is_module or _is_own(key)}
+        kept.append((attributes, own))
+        for value in own.values():
+            is_mutable = isinstance(value, _MUTABLE)
+            if id(value) in known or not (is_module or is_mutable):
+                continue
+            known.add(id(value))
+            if is_mutable:
+                contents.append((value, dict(value) if isinstance(value, dict) else list(value)))
+            elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                tensors.append(value)
+            elif _is_plain_object(value):
+                keep(vars(value), is_module=False)
+
+    def put_back() -> None:
+        for attributes, own in kept:
+            for key in [key for key in attributes if _is_own(key) and key not in own]:
+                del attributes[key]
+            for key, value in own.items():
+                if attributes.get(key) is not value or key not in attributes:
+                    attributes[key] = value
+        for value, before in contents:
+            _refill(value, before)
+
+    for child in module.modules():
+        if not type(child).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
+            keep(vars(child))
+    return tensors, put_back
 
 
 def _is_own(name: str) -> bool:

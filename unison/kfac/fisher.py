@@ -25,6 +25,7 @@ from unison.capture import (
     Capture,
     RngAutocastState,
     batch_size_of,
+    kept_attributes,
     learn_axes,
     resized,
     rng_autocast_state,
@@ -115,7 +116,9 @@ class PassRecorder:
         surroundings, self._surroundings = self._surroundings, None
         if surroundings is None:
             return None
-        inputs, ranks = (args, kwargs), self._adapter.ranks
+        # The graph below the module is the user's, who sends one gradient through it.
+        inputs = tree_map(lambda x: x.detach() if requires_grad(x) else x, (args, kwargs))
+        ranks = self._adapter.ranks
         num_rows = batch_size_of(inputs)
         rows, self._num_rows = rows_of(inputs, num_rows, ranks, self._num_rows)
         granules: Sequence[int | None] = rows.granules or (None,)
@@ -247,7 +250,7 @@ class PassRecorder:
 
     @contextmanager
     def _prepared(self, each: Pass, *, has_rows: bool) -> Iterator[None]:
-        """All as it was in the user's pass; buffers and generators are put back afterwards.
+        """All as it was in the user's pass; generators and the module are put back afterwards.
 
         Args:
             each: The pass.
@@ -257,7 +260,7 @@ class PassRecorder:
         with (
             each.surroundings(),
             drawing_again(draws, state),
-            _buffers_kept(self._adapter.module),
+            _contents_kept(self._adapter.module),
         ):
             yield
 
@@ -319,12 +322,16 @@ def _with_rows(inputs: Any, num_rows: int) -> Any:
 
 
 @contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Undo what a pass writes to buffers: running statistics have seen the batch already."""
-    kept = [(each, each.detach().clone(), each._version) for each in module.buffers()]
+def _contents_kept(module: nn.Module) -> Iterator[None]:
+    """Undo what a pass writes to the module: running statistics have seen the batch already."""
+    tensors, put_attributes_back = kept_attributes(module)
+    tensors += module.buffers()
+    written = [each for each in tensors if not each.is_inference()]
+    kept = [(each, each.detach().clone(), each._version) for each in written]
     try:
         yield
     finally:
+        put_attributes_back()
         for each, value, version in kept:
             if each._version != version:
                 with torch.no_grad():
