@@ -512,7 +512,8 @@ class Attachment:
                 "this batch went backward already: a second backward pass would add to each "
                 "sample's gradient after it was clipped. Add the losses up and call backward once "
                 "per batch; for several batches per step give the loader a larger batch size and "
-                "make_private a max_physical_batch_size"
+                "make_private a max_physical_batch_size. To run the module on anything else call "
+                "module.eval() or use torch.no_grad()"
             )
         self._inputs_of(args, kwargs, self._dealing.parts[0].num_rows)
         if running.call is not None:
