@@ -1,4 +1,4 @@
-"""What a rank of a private run may learn of another's rows."""
+"""What a rank of a private run may learn of another's rows, and what ranks have in common."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +10,12 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import unison
 from tests.harness import ranks
-from tests.privacy.common import attach, data, make_model
-from unison.errors import UnsupportedOperation
+from tests.privacy.common import attach, data, make_model, train
+from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import Shuffled
 from unison.shard.digest import full_parameters
 
@@ -132,3 +132,68 @@ def test_metrics_are_summed_over_ranks(world):
     assert all(map(torch.equal, *found))
     assert all(a == pytest.approx(b) for a, b in metrics)
     assert len(metrics) == 3
+
+
+# ---- what ranks have in common -------------------------------------------------------------------
+
+
+@ranks(2)
+def test_arguments_that_differ_between_ranks_are_refused(world):
+    rank, module = world.rank, make_model()
+    given: dict[str, dict[str, Any]] = {
+        "max_grad_norm": {"max_grad_norm": 1.0 + rank},
+        "noise_multiplier": {"noise_multiplier": 1.0 + rank},
+        "key": {"seed": rank},
+        "number of records": {"data_loader": own_loader(0, 120 - 8 * rank)},
+        "max_physical_batch_size": {"max_physical_batch_size": 2 + rank},
+        "trained parameters": {"module": partly_frozen(rank)},
+        "lr of parameter group 0": {
+            "module": module,
+            "optimizer": torch.optim.SGD(module.parameters(), lr=1.0 + rank),
+        },
+    }
+    for name, settings in given.items():
+        with pytest.raises(BadInput, match=rf"on all ranks, found(.|\n)*{name}: rank 0 has"):
+            attach(**settings)
+
+
+def partly_frozen(rank: int) -> nn.Module:
+    module = make_model()
+    module[0].requires_grad_(rank > 0)
+    return module
+
+
+class Drawn(Dataset[tuple[Tensor, Tensor]]):
+    """Records that are drawn anew whenever they are read."""
+
+    def __init__(self, shift: int) -> None:
+        self.shift, (self.x, self.y) = shift, data()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        i = (i + self.shift) % len(self)
+        return self.x[i] + torch.randn(6), self.y[i]
+
+
+def own_loader(shift: int, num_records: int = 120) -> DataLoader[Any]:
+    x, y = (each.roll(-shift, 0)[:num_records] for each in data())
+    return DataLoader(TensorDataset(x, y), batch_size=12)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+@ranks(2)
+def test_data_sets_that_differ_between_ranks_are_refused(world, is_drawn):
+    """A share of the data on each rank: every rank would draw from its own, at other rates."""
+    torch.manual_seed(world.rank)
+
+    def loader_of(shift: int) -> DataLoader[Any]:
+        return DataLoader(Drawn(shift), batch_size=12) if is_drawn else own_loader(shift)
+
+    engine, module, optimizer, private = attach(data_loader=loader_of(60 * world.rank))
+    with pytest.raises(BadInput, match=r"different records \(at batch\[1\]\)|\(at batch\[0\]\)"):
+        train(module, optimizer, private, 1)
+    assert engine.epsilon_if_secret(1e-3) == 0
+    _, module, optimizer, private = attach(data_loader=loader_of(0))
+    train(module, optimizer, private, 1)

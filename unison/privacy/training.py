@@ -56,7 +56,7 @@ from unison.privacy.noise import (
     private_gradients,
     require_given,
 )
-from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch
+from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch, gather_objects
 from unison.rng import Key, NoiseClock
 from unison.torch_internals import is_recording, saved_buffers
 
@@ -426,11 +426,28 @@ class PrivateTraining:
     def open_release(self, running: LogicalBatch, num_samples: int) -> None:
         """Count a logical batch of so many samples, before anything of its noise is drawn."""
         self._key.check_process()  # the ledger's file is the parent's, if this is a fork
+        if self._last is None and self.owner.everyone.size > 1:
+            self._compare_records()
         release = running.release
         self.ledger.intend(release)
         key = self._clock.advance(release.step)
         divisor = release.expected_batch_size if self._loss_reduction == "mean" else 1.0
         running.terms = ReleaseTerms(key, release, divisor, num_samples)
+
+    def _compare_records(self) -> None:
+        """Make sure that ranks draw from one data set; a collective, before anything is spent.
+
+        Raises:
+            BadInput: They hold other records.
+        """
+        found = gather_objects(self.owner.everyone, self.loader.digests)
+        for name in {name: None for each in found for name in each}:
+            if len({each[name] for each in found if name in each}) > 1:
+                raise BadInput(
+                    f"ranks hold different records (at {name}): every rank draws the "
+                    "same records and loads its part of them. Give each rank the whole data set, "
+                    "no share of it, and the loader the batch_size of all ranks together"
+                )
 
     def record(self, loss_of: LossOf, example: Sequence[Tensor]) -> GraphedPass:
         """Record a pass; see `PrivacyEngine.capture_graph`."""
