@@ -38,7 +38,7 @@ from unison.parallel.exchange import (
     gather_rows,
     largest,
 )
-from unison.shard.ranks import from_rank_0, gather_objects, together
+from unison.shard.ranks import from_rank_0, gather_objects, meet, together
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
 from unison.shard.state.entries import FlatPart
 from unison.torch_internals import DynamoBackend, has_values, is_dtensor, machine_of, sent_to_host
@@ -588,6 +588,7 @@ class KFAC:
         `save` does the same without any rank having it whole.
         """
         ranks = self._adapter.ranks
+        meet(ranks, "KFAC.state_dict", may_be_late=True)
         layers = []
         for index, layer in enumerate(self.layers):
             first = self._owners[index][0]
@@ -628,6 +629,7 @@ class KFAC:
         from unison.shard.state.checkpoint import write_folder
 
         ranks, parts = self._adapter.ranks, {}
+        meet(ranks, "KFAC.save", may_be_late=True)
         for index, layer in enumerate(self.layers):
             for key, each in self._stored(index).items():
                 part = FlatPart(tuple(each.shape), 0, each.reshape(-1))
@@ -648,6 +650,7 @@ class KFAC:
         from unison.shard.state.files import read_parts
 
         folder, ranks = Path(folder), self._adapter.ranks
+        meet(ranks, "KFAC.load", may_be_late=True)
 
         def read() -> Manifest:
             settle(folder)

@@ -56,7 +56,7 @@ from unison.privacy.noise import (
     private_gradients,
     require_given,
 )
-from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch, gather_objects
+from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch, gather_objects, meet
 from unison.rng import Key, NoiseClock
 from unison.torch_internals import is_recording, saved_buffers
 
@@ -610,6 +610,7 @@ class PrivateTraining:
     def norms(self) -> Tensor:
         """See `PrivacyEngine.per_sample_norms`; in the order of the logical batch, a collective."""
         batch = self.last
+        meet(self.owner.ranks, "per_sample_norms", may_be_late=True)
         slots = batch.norms[0].new_zeros(batch.num_samples)
         slots[torch.cat(batch.positions)] = torch.cat(batch.norms)
         # Each slot has one owner and all others add 0: exact. A NaN stays one.
