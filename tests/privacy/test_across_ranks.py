@@ -1,6 +1,7 @@
 """What a rank of a private run may learn of another's rows, and what ranks have in common."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -197,3 +198,23 @@ def test_data_sets_that_differ_between_ranks_are_refused(world, is_drawn):
     assert engine.epsilon_if_secret(1e-3) == 0
     _, module, optimizer, private = attach(data_loader=loader_of(0))
     train(module, optimizer, private, 1)
+
+
+# ---- DDP -----------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_ddp_with_a_static_graph_trains_privately_and_afterwards(world):
+    found = []
+    for wrap in (lambda module: module, partial(DistributedDataParallel, static_graph=True)):
+        engine, module, optimizer, private = attach(wrap(make_model()))
+        train(module, optimizer, private, 2)
+        found.append([each.detach().clone() for each in module.parameters()])
+    assert all(map(torch.equal, *found))
+    engine.detach()
+    for step in range(3):
+        x, y = (each[world.rank + step :: 7] for each in data())
+        module.zero_grad()
+        cross_entropy(module(x), y).backward()
+    gradients = [each.grad.tolist() for each in module.parameters()]
+    assert len(set(map(str, world.gather(gradients)))) == 1
