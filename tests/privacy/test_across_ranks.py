@@ -1,6 +1,7 @@
 """What a rank of a private run may learn of another's rows, and what ranks have in common."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import unison
 from tests.harness import ranks
 from tests.privacy.common import attach, data, make_model, train
-from unison.errors import BadInput, UnsupportedOperation
+from unison.errors import BadInput, NeedsWhole, UnsupportedOperation
 from unison.privacy import Shuffled
+from unison.shard import ranks as ranks_module
 from unison.shard.digest import full_parameters
 
 # ---- rows of other ranks -------------------------------------------------------------------------
@@ -198,6 +200,20 @@ def test_data_sets_that_differ_between_ranks_are_refused(world, is_drawn):
     assert engine.epsilon_if_secret(1e-3) == 0
     _, module, optimizer, private = attach(data_loader=loader_of(0))
     train(module, optimizer, private, 1)
+
+
+@ranks(2)
+def test_a_clip_norm_that_is_set_on_one_rank_is_refused(world):
+    engine, module, optimizer, private = attach()
+    train(module, optimizer, private, 1)
+    engine.mechanism.max_grad_norm = 2.0
+    train(module, optimizer, private, 1)
+    if world.rank == 0:
+        engine.mechanism.max_grad_norm = 3.0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks_module, "PATIENCE_BESIDE_WORK", timedelta(seconds=0.5))
+            with pytest.raises(NeedsWhole, match=r"'max_grad_norm': 3\.0.*rank 0 was alone"):
+                train(module, optimizer, private, 1)
 
 
 # ---- DDP -----------------------------------------------------------------------------------------
