@@ -40,7 +40,7 @@ from unison.parallel.exchange import (
 )
 from unison.shard.ranks import from_rank_0, gather_objects, meet, together
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
-from unison.shard.state.entries import FlatPart
+from unison.shard.state.entries import FlatPart, require_same
 from unison.torch_internals import DynamoBackend, has_values, is_dtensor, machine_of, sent_to_host
 
 MOST_HEAD_TOKENS = 2048  # of an update, about, whose probabilities make columns
@@ -367,6 +367,8 @@ class KFAC:
     def _update_factors(self, scale: float, find_overflow: Callable[[], str | None]) -> str | None:
         """Average new factors in, unless some are not finite, or gradients; returns which."""
         ranks, passes = self._adapter.ranks, self._passes
+        if not self.layers:  # owners would damp with settings of their own
+            require_same(ranks, self.config.stored(), what="the settings of KFAC")
         together(ranks, lambda: refuse_missing(passes, self.num_steps))
         warn_of_shifts(self._shifts, self.config.likelihood)
         self._shifts.clear()
