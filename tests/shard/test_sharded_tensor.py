@@ -307,6 +307,28 @@ def test_a_rank_that_is_alone_raises_and_names_the_line(name):
     assert "call it on every rank" in message
 
 
+@pytest.mark.parametrize("what", ["lr", "params"])
+@ranks(2)
+def test_optimizers_that_differ_between_ranks_are_refused(world, what):
+    """From the first step, or later by a scheduler that follows a rank's own loss."""
+    model = sharded_mlp()
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD(parameters[world.rank if what == "params" else 0 :], lr=0.1)
+    message = ""
+    try:
+        for step in range(4):
+            if step == 2 and what == "lr" and world.rank == 0:
+                optimizer.param_groups[0]["lr"] = 0.01
+            optimizer.step()
+    except BadInput as error:
+        message = str(error)
+    found = [each for each in world.gather(message) if each]
+    assert len(found) == 1  # whoever comes second; the other one is told of it by its collectives
+    assert f"{what} of SGD differs between ranks" in found[0]
+
+
 # ---- refused -----------------------------------------------------------------------------------
 
 REFUSED: dict[str, Callable[[Tensor], object]] = {
