@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import unison
 from tests.harness import RanksFailed, World, ranks, run_on_ranks
 from tests.kfac.sharded import CONFIG, difference, run, tokens
+from unison.errors import BadInput
 from unison.kfac import KFACConfig
 from unison.models import build
 from unison.shard import find_blocks
@@ -294,3 +295,15 @@ def test_what_fails_on_one_rank_raises_on_all():
     text = str(failed.value)
     assert "smallest eigenvalue" in text
     assert "Raise damping" in text
+
+
+@ranks(2)
+def test_settings_that_differ_between_ranks_are_refused(world):
+    """Each owner would damp its layers with settings of its own."""
+    model = DistributedDataParallel(torch.nn.Linear(5, 3))
+    kfac = unison.KFAC(model, KFACConfig(damping=0.01 * (1 + world.rank)))
+    logits = model(torch.ones(4, 5))
+    kfac.sample(logits).backward(retain_graph=True)
+    F.cross_entropy(logits, torch.zeros(4, dtype=torch.long)).backward()
+    with pytest.raises(BadInput, match=r"damping: rank 0 has 0\.01; rank 1 has 0\.02"):
+        kfac.step()

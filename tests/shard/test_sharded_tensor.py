@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.harness import World, assert_close, assert_same_bits, ranks, run_on_ranks
 from unison.errors import BadInput, NeedsWhole
-from unison.shard import digest, full_state_dict, fully_shard
+from unison.shard import digest, full_state_dict, fully_shard, grad_norm, save_checkpoint
 from unison.shard import ranks as ranks_module
 from unison.shard.layout import Placement, boxes_of
 from unison.shard.ranks import Ranks
@@ -269,31 +269,64 @@ def test_the_ordered_reducer_refuses_sums_in_another_order(world):
 
 
 def alone(world: World, name: str) -> tuple[str, float]:
-    parameter = sharded_mlp().get_parameter("0.weight")
+    model = sharded_mlp()
+    parameter = model.get_parameter("0.weight")
     parameter.grad = torch.ones_like(parameter)
+    state = {key: torch.ones(each.shape) for key, each in model.state_dict().items()}
     act = {
         "norm": lambda: parameter.detach().norm(),
         "clip": lambda: torch.nn.utils.clip_grad_norm_([parameter], 1.0),
         "any": lambda: torch.isnan(parameter.detach()).any(),
         "full": parameter.full_tensor,
+        "evaluation": lambda: torch.no_grad()(model)(inputs(0)),
+        "state": lambda: full_state_dict(model),
+        "load": lambda: model.load_state_dict(state),
+        "grad_norm": lambda: grad_norm(model),
+        "checkpoint": lambda: save_checkpoint("nowhere", model),
     }[name]
     if world.rank != 0:
         return "", 0.0
     begin = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks_module, "PATIENCE", timedelta(seconds=0.5))
-        with pytest.raises(NeedsWhole) as caught:
+        for patience in ("PATIENCE", "PATIENCE_BESIDE_WORK"):
+            patch.setattr(ranks_module, patience, timedelta(seconds=0.5))
+        with pytest.raises(RuntimeError if name == "load" else NeedsWhole) as caught:
             act()
     return str(caught.value), time.monotonic() - begin
 
 
-@pytest.mark.parametrize("name", ["norm", "clip", "any", "full"])
-def test_a_rank_alone_in_a_reduction_raises_and_names_the_line(name):
+@pytest.mark.parametrize(
+    "name",
+    ["norm", "clip", "any", "full", "evaluation", "state", "load", "grad_norm", "checkpoint"],
+)
+def test_a_rank_that_is_alone_raises_and_names_the_line(name):
     message, seconds = run_on_ranks(2, alone, name)[0]
     assert seconds < 10
     assert "rank 0 was alone in it" in message
     assert "test_sharded_tensor.py:" in message
     assert "call it on every rank" in message
+
+
+@pytest.mark.parametrize("what", ["lr", "params"])
+@ranks(2)
+def test_optimizers_that_differ_between_ranks_are_refused(world, what):
+    """From the first step, or later by a scheduler that follows a rank's own loss."""
+    model = sharded_mlp()
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD(parameters[world.rank if what == "params" else 0 :], lr=0.1)
+    message = ""
+    try:
+        for step in range(4):
+            if step == 2 and what == "lr" and world.rank == 0:
+                optimizer.param_groups[0]["lr"] = 0.01
+            optimizer.step()
+    except BadInput as error:
+        message = str(error)
+    found = [each for each in world.gather(message) if each]
+    assert len(found) == 1  # whoever comes second; the other one is told of it by its collectives
+    assert f"{what} of SGD differs between ranks" in found[0]
 
 
 # ---- refused -----------------------------------------------------------------------------------

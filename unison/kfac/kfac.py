@@ -38,9 +38,9 @@ from unison.parallel.exchange import (
     gather_rows,
     largest,
 )
-from unison.shard.ranks import from_rank_0, gather_objects, together
+from unison.shard.ranks import from_rank_0, gather_objects, meet, together
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
-from unison.shard.state.entries import FlatPart
+from unison.shard.state.entries import FlatPart, require_same
 from unison.torch_internals import (
     DynamoBackend,
     canonical_name,
@@ -399,6 +399,8 @@ class KFAC:
     def _update_factors(self, scale: float, find_overflow: Callable[[], str | None]) -> str | None:
         """Average new factors in, unless some are not finite, or gradients; returns which."""
         ranks, passes = self._adapter.ranks, self._passes
+        if not self.layers:  # owners would damp with settings of their own
+            require_same(ranks, self.config.stored(), what="the settings of KFAC")
         together(ranks, lambda: refuse_missing(passes, self.num_steps))
         warn_of_shifts(self._shifts, self.config.likelihood)
         self._shifts.clear()
@@ -620,6 +622,7 @@ class KFAC:
         `save` does the same without any rank having it whole.
         """
         ranks = self._adapter.ranks
+        meet(ranks, "KFAC.state_dict", may_be_late=True)
         layers = []
         for index, layer in enumerate(self.layers):
             first = self._owners[index][0]
@@ -660,6 +663,7 @@ class KFAC:
         from unison.shard.state.checkpoint import write_folder
 
         ranks, parts = self._adapter.ranks, {}
+        meet(ranks, "KFAC.save", may_be_late=True)
         for index, layer in enumerate(self.layers):
             for key, each in self._stored(index).items():
                 part = FlatPart(tuple(each.shape), 0, each.reshape(-1))
@@ -680,6 +684,7 @@ class KFAC:
         from unison.shard.state.files import read_parts
 
         folder, ranks = Path(folder), self._adapter.ranks
+        meet(ranks, "KFAC.load", may_be_late=True)
 
         def read() -> Manifest:
             settle(folder)

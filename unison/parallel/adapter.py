@@ -29,6 +29,7 @@ from unison.rng import Box
 from unison.shard.deal import BatchPlan
 from unison.shard.engine import context_of
 from unison.shard.flat_group import PLAIN, RECOMPUTE
+from unison.shard.fsdp2 import set_attribute
 from unison.shard.granules import PerGranule, refuse_reentrant
 from unison.shard.layout import FlatLayout, Slot
 from unison.shard.ranks import Axes, Ranks, checksum, same_on_every_rank
@@ -592,10 +593,9 @@ class Replicated(ParallelAdapter):
 
     def _silence(self, ddp: DistributedDataParallel) -> None:
         """Let DDP wait for no gradients: none come, and sums go over ranks by themselves."""
-        self._undo.callback(
-            setattr, ddp, "require_backward_grad_sync", ddp.require_backward_grad_sync
-        )
-        ddp.require_backward_grad_sync = False
+        set_attribute(self._undo, ddp, "require_backward_grad_sync", False)
+        if ddp.static_graph:  # else its first backward pass would learn what the graph is like
+            set_attribute(self._undo, ddp, "_static_graph_delay_allreduce_enqueued", True)
 
     @contextmanager
     def observing(self) -> Iterator[None]:

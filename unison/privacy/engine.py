@@ -45,6 +45,7 @@ from unison.privacy.sampling import (
     BatchDealer,
     Ranks,
     Sampling,
+    compare_across_ranks,
     fingerprint,
     sampling_for,
     show_shards,
@@ -257,7 +258,6 @@ class PrivacyEngine:
             check_optimizer(optimizer, parameters)
             owner = adapter_of(own, is_ordered=granule is not None)
             undo.callback(owner.detach)
-            owner.attach()
             if owner.is_ordered and granule is None:
                 raise BadInput(
                     "the module's reducer is 'ordered', which adds granules up in one order at "
@@ -278,6 +278,28 @@ class PrivacyEngine:
                 is_chosen=self.accountant == "odometer",
             )
             ranks = owner.ranks
+            if owner.everyone.size > 1:  # else ranks would wait for others, or add up other things
+                groups = enumerate(optimizer.param_groups)
+                given: dict[str, Any] = {
+                    "trained parameters": {n: tuple(each.shape) for n, each in parameters.items()},
+                    "number of records": len(data_loader.dataset),  # type: ignore[arg-type]
+                    **mechanism.describe(),
+                    "key": f"of seed {seed}" if key is None else key.fingerprint().hex(),
+                    "secure_noise": self.secure_noise,
+                    "clipping": (clipping, clip_rule, loss_reduction, granule, memory_budget),
+                    "max_physical_batch_size": max_physical_batch_size,
+                    "rows": (batch_first, rows_per_sample, row_shape),
+                    "recheck": recheck,
+                    "budget": budget,
+                    "optimizer": type(optimizer).__name__,
+                    **{
+                        f"{name} of parameter group {i}": len(value) if name == "params" else value
+                        for i, group in groups
+                        for name, value in group.items()
+                    },
+                }
+                compare_across_ranks("what make_private is given", given, owner.everyone.group)
+            owner.attach()
             key = make_key(seed, key, owner.everyone.group, is_secure=self.secure_noise)
             loader = PrivateLoader(
                 data_loader,

@@ -25,6 +25,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import (
@@ -37,7 +38,15 @@ from torch.utils._pytree import (
 from unison.capture.capture import ANCHOR
 from unison.capture.tracked import Tracked
 from unison.errors import BadInput, UnsupportedOperation
-from unison.privacy.loss_tape import Handling, KeptValues, handling_of, leaves_in, memory_of
+from unison.privacy.loss_tape import (
+    OURS,
+    Handling,
+    KeptValues,
+    handling_of,
+    leaves_in,
+    line_of,
+    memory_of,
+)
 from unison.privacy.sampling import unpacked
 from unison.torch_internals import graph_leaves, is_dtensor, take_away, tell_no_more, tell_of_apply
 
@@ -354,15 +363,31 @@ def refuse_scaled_loss() -> None:
         )
 
 
-# --- autograd in forward --------------------------------------------------------------------------
+# --- autograd and collectives in forward ----------------------------------------------------------
+
+_OF_WRAPPERS = tuple(f"{torch.__path__[0]}/{each}" for each in ("distributed/fsdp", "nn/parallel"))
+_OF_WRAPPERS += (f"{torch.__path__[0]}/distributed/tensor", OURS)
 
 
-def refuse_derivatives(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a torch function in a module's forward that is learned of, unless it differentiates.
+def check_in_forward(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a torch function in a module's forward that is learned of, or refuse it.
 
     A derivative of the module's own layers runs backward through the capture, which would take it
-    for the loss's; and a second derivative leaves no records at all.
+    for the loss's; and a second derivative leaves no records at all. A collective of the module's
+    own brings rows in that are replaced on another rank, where nobody looks.
     """
+    if handling_of(func)[0] is Handling.COLLECTIVE and dist.get_world_size() > 1:
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(torch.__path__[0]):
+            if frame.f_code.co_filename.startswith(_OF_WRAPPERS):
+                return func(*args, **kwargs)  # gathers parameters, or parts of rows
+            frame = frame.f_back
+        if not frame.f_code.co_filename.startswith(_OF_WRAPPERS):
+            raise UnsupportedOperation(
+                f"the module calls {handling_of(func)[1]} in its forward pass "
+                f"({line_of(frame)}), which brings rows of other ranks into those of this one. "
+                "Leave the collective out: the gradients of all ranks are added up in any case"
+            )
     if func is torch.autograd.grad or func is Tensor.backward:
         name = "torch.autograd.grad" if func is torch.autograd.grad else "backward"
         raise UnsupportedOperation(

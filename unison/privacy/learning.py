@@ -34,10 +34,10 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel import ParallelAdapter
 from unison.privacy.inputs import (
     Inputs,
+    check_in_forward,
     leaves_of,
     output_dims,
     probe_losses,
-    refuse_derivatives,
     refuse_leaves,
 )
 from unison.rng.draw_mode import outside_draws
@@ -200,7 +200,7 @@ class Learning:
 
         def both(module: nn.Module, some: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
             nonlocal has_batch_loss
-            with FunctionMode(refuse_derivatives):
+            with FunctionMode(check_in_forward):
                 output = inputs.run(module, some)
             for leaf in tree_leaves(output):
                 if type(leaf) is Tracked:

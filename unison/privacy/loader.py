@@ -73,6 +73,7 @@ class PrivateLoader:
         training: What is trained on the batches. It is asked before a logical batch is drawn, where
             what it raises the user's loop raises, presents every batch, and is told when the loop
             is left or a logical batch given up. None if nothing is.
+        digests: Of some records, part by part; see `refuse_mixing`.
 
     Raises:
         BadInput: The loader's settings contradict the sampling.
@@ -121,6 +122,7 @@ class PrivateLoader:
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self.current: PhysicalBatch | None = None
         self.training: PrivateTraining | None = None
+        self.digests: dict[str, str] = {}
 
     @property
     def sampling(self) -> Sampling:
@@ -345,7 +347,8 @@ class PrivateLoader:
         """
         settings = {name: getattr(self._loader, name) for name in KEPT_SETTINGS}
         layout = BatchLayout(PUBLIC, rows_per_record=self._rows_per_record)
-        refuse_mixing(self.dataset, layout, settings, self._seeds_of_workers())
+        seeds, salt = self._seeds_of_workers(), self._key.derive("records")
+        self.digests = refuse_mixing(self.dataset, layout, settings, seeds, salt)
 
     def _seeds_of_workers(self) -> torch.Generator:
         """Where the data loader takes its workers' seeds from, instead of the global generator."""

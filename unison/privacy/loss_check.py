@@ -59,6 +59,7 @@ from unison.privacy.loss_tape import (
     Operation,
     PublicNumber,
     SlotRef,
+    from_other_ranks,
     positions,
 )
 from unison.privacy.sampling import packed, unpacked
@@ -201,14 +202,22 @@ class LossCheck:
             )
         mixed: set[int] = set()  # what holds more than rows of this batch, as they are
         for each in tape.operations:
-            is_hidden = tape.hidden and tape.meets_hidden(each.leaves)
-            if EARLIER in each.refs or is_hidden or not mixed.isdisjoint(each.refs):
+            is_other = each.func is from_other_ranks
+            is_other |= bool(tape.hidden) and tape.meets_hidden(each.leaves)
+            if EARLIER in each.refs or is_other or not mixed.isdisjoint(each.refs):
                 mixed.update(each.outs)
         if not mixed.isdisjoint(tape.inputs):
             _refuse(
-                "what the module is given is made of an earlier step's data, or of what torch.func "
-                "or a backward pass of its own made of the batch, so that other rows change it",
+                "what the module is given is made of an earlier step's data, of what other ranks "
+                "sent, or of what torch.func or a backward pass of its own made of the batch, so "
+                "that other rows change it",
                 "Make it of this batch by torch functions, or in the data set or in collate_fn",
+            )
+        if others := [each for each in path.values() if each.func is from_other_ranks]:
+            _refuse(
+                f"{others[-1]} brings values of other ranks, and so their rows, into the loss",
+                "Send back the loss of this rank's own rows: the gradients of all ranks are added "
+                "up in any case. For a metric, give the collective loss.detach().clone()",
             )
         for each in path.values():
             if tape.hidden and tape.meets_hidden(each.leaves):

@@ -20,6 +20,7 @@ makes, cannot be run again: they are *hidden*. They are known by their memory, a
 made of them, so that they neither enter a loss nor are written to what is trained or saved.
 """
 
+import inspect
 import itertools
 import operator
 import sys
@@ -31,6 +32,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
@@ -42,6 +44,7 @@ from torch.utils._pytree import tree_leaves
 from unison.errors import BadInput
 from unison.privacy.sampling import packed, unpacked
 from unison.torch_internals import (
+    FunctionMode,
     autocast_dtypes,
     graph_leaves,
     push_lowest,
@@ -69,12 +72,12 @@ def positions(frame: FrameType | None) -> tuple[Position, ...]:
     """
     found = []
     while frame is not None:
-        found.append((id(frame), frame.f_code, frame.f_lasti, _line_of(frame)))
+        found.append((id(frame), frame.f_code, frame.f_lasti, line_of(frame)))
         frame = frame.f_back
     return tuple(found[::-1])
 
 
-def _line_of(frame: FrameType) -> str | None:
+def line_of(frame: FrameType) -> str | None:
     """Where a frame is, for messages; None in torch's code, and in ours."""
     file = frame.f_code.co_filename
     if file.startswith(NOT_THE_USERS):
@@ -94,6 +97,7 @@ class Handling(Enum):
     READ = auto()  # values leave torch for Python, where nobody can follow them
     ITEM = auto()  # one value leaves torch, as a number that is still followed
     WRITE = auto()  # an operation that changes its first argument
+    COLLECTIVE = auto()  # values of other ranks come in, where there are any
     BACKWARD = auto()
 
 
@@ -116,6 +120,11 @@ _BY_NAME |= dict.fromkeys(_READS, Handling.READ) | dict.fromkeys(_QUESTIONS, Han
 _BY_NAME |= dict.fromkeys(_SIZES, Handling.SIZE)
 _WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 _WRITES |= {"__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"}
+_COLLECTIVES = (
+    "torch.distributed.distributed_c10d",
+    "torch._ops.c10d",
+    "torch._ops._c10d_functional",
+)
 
 
 @cache
@@ -130,6 +139,9 @@ def handling_of(func: Any) -> tuple[Handling, str]:
             return Handling.QUESTION, name
     if func is Tensor.backward or func is torch.autograd.backward:
         return Handling.BACKWARD, name
+    if (getattr(func, "__module__", None) or "").startswith(_COLLECTIVES):
+        is_silent = name in ("send", "isend", "barrier", "monitored_barrier")  # nothing comes in
+        return (Handling.QUESTION if is_silent else Handling.COLLECTIVE), name
     if name in _BY_NAME:
         return _BY_NAME[name], name
     name = name.split(".")[0]  # torch.ops.aten.add_.Tensor
@@ -446,6 +458,8 @@ class LossRecorder(TorchFunctionMode):
             for place, operation in reversed(list(enumerate(self.operations))):
                 # What is written in place is seen through all tensors that share its memory.
                 is_write = operation.handling is Handling.WRITE
+                # A sum over ranks of `loss.detach()` changes what is printed, and no gradient.
+                is_write = is_write and (bool(path) or operation.func is not from_other_ranks)
                 is_seen = is_write and any(self.memory[out] in memory for out in operation.outs)
                 if is_seen or not made_of.isdisjoint(operation.outs):
                     path[place] = operation
@@ -503,6 +517,14 @@ class LossRecorder(TorchFunctionMode):
         is_followed = any(
             self.slot_of(leaf) is not None for leaf in given if isinstance(leaf, _FOLLOWED)
         )
+        if handling is Handling.COLLECTIVE and dist.get_world_size() > 1:
+            if not (is_followed or is_hidden or any(leaf in self.kept for leaf in given)):
+                return func(*args, **kwargs)
+            written = _written(func, args, kwargs)
+            self._before_write(written)
+            result = func(*args, **kwargs)
+            self._note_other_ranks(name, [*leaves_in(written), *tree_leaves(result)])
+            return result
         if is_hidden and (is_inside or not is_followed):
             return self._call_hidden(func, handling, args, kwargs, self.hide)
         if not is_followed:
@@ -544,10 +566,8 @@ class LossRecorder(TorchFunctionMode):
             num_classes = args[0].shape[min(1, args[0].ndim - 1)]
             about = kwargs["ignore_index"], num_classes, kwargs["weight"]
             self.targets.append((len(self.operations), args[1], *about))
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
-            frame = frame.f_back
-        line, leaves = _line_of(frame), leaves_in(stored)
+        frame, leaves = _users_frame(), leaves_in(stored)
+        line = line_of(frame)
         operation = Operation(
             func,
             handling,
@@ -569,6 +589,17 @@ class LossRecorder(TorchFunctionMode):
                 self.items.append(float(result))
             return _followed(result, self, outs[0])
         return result
+
+    def _note_other_ranks(self, name: str, made: list[Any]) -> None:
+        """Write down that tensors hold values of other ranks, which no replay can make again."""
+        made = [each for each in made if isinstance(each, Tensor)]
+        if self.is_open:
+            self._before_write(made)  # results are constants until then
+        outs = [self._slot_for(each) for each in made]
+        if self.is_open:
+            stored, line = list(map(self._stored, made)), line_of(_users_frame())
+            args = from_other_ranks, Handling.WRITE, name, (stored,), {}, stored, outs, outs
+            self.operations.append(Operation(*args, line=line))
 
     def _before_write(self, targets: Any) -> None:
         """Copy roots before they are overwritten; register constants that data is written into."""
@@ -650,6 +681,32 @@ class LossRecorder(TorchFunctionMode):
         return result
 
 
+def _users_frame() -> FrameType:
+    """The innermost frame of the user's own code."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        frame = frame.f_back
+    return frame
+
+
+def _written(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The arguments of a collective that take values of other ranks; a functional one has none."""
+    try:
+        given = inspect.signature(func).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return ()
+    return given.get("gather_list") if "gather_list" in given else next(iter(given.values()), ())
+
+
+_others = itertools.count()
+
+
+def from_other_ranks(made: list[Tensor]) -> None:
+    """Stand for a collective on the tape: other values whenever it is run."""
+    for each in made:
+        each.detach().fill_(next(_others) % 128)
+
+
 def innermost(value: Tensor) -> Tensor:
     """What torch.func's wrappers hold, or the values of a sparse tensor."""
     while is_functorch_wrapped_tensor(value):
@@ -670,8 +727,19 @@ def _recorded_apply(run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
         is_told = any(mode is recorder for mode in _get_current_function_mode_stack())
         leaves = leaves_in((args, kwargs)) if is_told else ()
         if any(recorder.slot_of(leaf) is not None for leaf in leaves):
-            with taken_away(recorder):
-                return recorder.call(run, Handling.OPERATION, run.__name__, args, kwargs)
+            met: list[str] = []
+
+            def noted(func: Any, args: tuple, kwargs: dict[str, Any], met: list[str] = met) -> Any:
+                handling, name = handling_of(func)
+                if handling is Handling.COLLECTIVE and dist.get_world_size() > 1:
+                    met.append(name)
+                return func(*args, **kwargs)
+
+            with taken_away(recorder), FunctionMode(noted):
+                made = recorder.call(run, Handling.OPERATION, run.__name__, args, kwargs)
+            if met:
+                recorder._note_other_ranks(run.__name__, tree_leaves(made))
+            return made
     return NotImplemented
 
 

@@ -6,6 +6,7 @@ So one record of a small batch is replaced: the rows of all others must keep the
 
 import copy
 import functools
+import hashlib
 import itertools
 import random
 from collections import Counter
@@ -37,7 +38,8 @@ def refuse_mixing(
     layout: "BatchLayout",
     settings: dict[str, Any],
     workers_seed: torch.Generator,
-) -> None:
+    salt: bytes,
+) -> dict[str, str]:
     """Make sure that no row of a collated batch changes with another record.
 
     The records are read by a loader of their own, in a worker if the user has workers, so that
@@ -53,13 +55,18 @@ def refuse_mixing(
         layout: A new one, which learns in the worker where records lie.
         settings: Those of the user's loader that are kept.
         workers_seed: Where the worker takes its seed from.
+        salt: Of the digests: secret, since they are of records.
+
+    Returns:
+        A digest of the first records for each part of the batch that is the same when they are read
+        again, so that ranks can tell whether they have one data set. Nothing draws it.
 
     Raises:
         BadInput: A row does; naming the part of the batch.
     """
     num_records = len(dataset)  # type: ignore[arg-type]
     settings = settings | {
-        "collate_fn": MixingProbe(settings["collate_fn"], layout),
+        "collate_fn": MixingProbe(settings["collate_fn"], layout, salt),
         "num_workers": min(settings["num_workers"], 1),
         "persistent_workers": False,
         "pin_memory": False,
@@ -68,12 +75,12 @@ def refuse_mixing(
     for shift in (0, 1):  # other records, should one of the first not be readable
         wanted = min(NUM_ROWS + 1, num_records - shift)
         if wanted < 2:
-            return
+            return {}
         last = num_records - 1 - shift
         ids = [position * last // (wanted - 1) for position in range(wanted)]
-        probes = DataLoader(dataset, batch_sampler=[ids], generator=workers_seed, **settings)
+        probes = DataLoader(dataset, batch_sampler=[ids * 2], generator=workers_seed, **settings)
         try:
-            (found,) = probes
+            ((found, digests),) = probes
         except Exception:  # what cannot be read or collated is told of when it is drawn
             continue
         if found is not None:
@@ -83,23 +90,38 @@ def refuse_mixing(
                 "Remedy: make each row of its own record alone (no mixup, CutMix or statistics of "
                 "the batch in collate_fn), or mix augmentations of one record in the data set"
             )
-        return
+        return digests
+    return {}
 
 
 class MixingProbe:
-    """Takes a collate function's place: returns where a batch of the records is mixed, or None."""
+    """Takes a collate function's place: returns where a batch of the records is mixed, or None.
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], layout: "BatchLayout") -> None:
-        self._collate_fn, self._layout = collate_fn, layout
+    Beside it, digests of what they hold. The records come twice.
+    """
 
-    def __call__(self, records: Sequence[Any]) -> str | None:
+    def __init__(
+        self, collate_fn: Callable[[list[Any]], Any], layout: "BatchLayout", salt: bytes
+    ) -> None:
+        self._collate_fn, self._layout, self._salt = collate_fn, layout, salt
+
+    def __call__(self, read: Sequence[Any]) -> tuple[str | None, dict[str, str]]:
         """Replace each of the first records by another, under several seeds."""
+        records, again = read[: len(read) // 2], read[len(read) // 2 :]
         generators = _global_generators() + _generators_in(self._collate_fn)
         with _kept(generators):
             rows, others = list(records[:NUM_ROWS]), records[NUM_ROWS:]
             if len(records) <= NUM_ROWS:  # of few records, another one comes twice
                 others = [*rows[1:], rows[0]]
             self._layout.learn(self._collate(rows[:1]), self._collate([rows[0]] * 2))
+            columns, columns_again = (
+                self._seeded(list(each[:NUM_ROWS]), 0, generators)[2] for each in (records, again)
+            )
+            digests = {
+                name: hashlib.blake2b(repr(column).encode(), key=self._salt).hexdigest()
+                for name, column in columns.items()
+                if column == columns_again[name]
+            }
             found: str | None = None
             unstable: set[str] = set()  # parts that differ under one seed, for no record's sake
             for seed in range(_NUM_SEEDS):
@@ -110,19 +132,22 @@ class MixingProbe:
                     if new_shapes != shapes:  # padded to another length: the row shape's business
                         continue
                     if new_after != after:
-                        return None  # records say how often is drawn: the next ones' draws move
+                        return (
+                            None,
+                            digests,
+                        )  # records say how often is drawn: the next ones' draws move
                     names = [name for name in columns if name not in unstable]
                     if found or _mixed_part(columns, new_columns, names, place) is None:
                         continue
                     for _ in range(_NUM_REPEATS):
                         for records_again, known in ((rows, columns), (changed, new_columns)):
-                            again = self._seeded(records_again, seed, generators)[2]
-                            unstable.update(each for each in known if again[each] != known[each])
+                            now = self._seeded(records_again, seed, generators)[2]
+                            unstable.update(each for each in known if now[each] != known[each])
                     names = [name for name in names if name not in unstable]
                     found = _mixed_part(columns, new_columns, names, place)
                 if after == before:  # nothing was drawn: other seeds would give the same
                     break
-        return found
+        return found, digests
 
     def _collate(self, records: list[Any]) -> Any:
         # A collate function may take its records apart. Some cannot be copied, such as open files.

@@ -45,7 +45,10 @@ from unison.shard.digest import fingerprint as fingerprint
 from unison.shard.each_granule import granular_pass as granular_pass
 from unison.shard.flat_group import PLAIN as PLAIN
 from unison.shard.granules import PerGranule
+from unison.shard.guard import compare_across_ranks as compare_across_ranks
 from unison.shard.ranks import Ranks
+from unison.shard.ranks import gather_objects as gather_objects
+from unison.shard.ranks import meet as meet
 from unison.shard.sharded_tensor import show_shards as show_shards
 
 _PURPOSE = "sampling"  # keeps membership apart from the noise under the same key

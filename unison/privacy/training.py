@@ -56,7 +56,7 @@ from unison.privacy.noise import (
     private_gradients,
     require_given,
 )
-from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch
+from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch, gather_objects, meet
 from unison.rng import Key, NoiseClock
 from unison.torch_internals import is_recording, saved_buffers
 
@@ -184,6 +184,7 @@ class PrivateTraining:
         self._last: LogicalBatch | None = None
         self._given: Given = {}
         self._uncommitted: int | None = None
+        self._settings = mechanism.describe()
         self._is_taken = False  # the step of the last release, by a graph
         self._has_warned = False
         self.observer: Any = None
@@ -303,6 +304,11 @@ class PrivateTraining:
                 "loader a larger batch_size and make_private max_physical_batch_size="
             )
         self._key.check_process()
+        settings = self.mechanism.describe()
+        if settings != self._settings and self.mechanism.adaptive is None:
+            changed = {k: v for k, v in settings.items() if v != self._settings[k]}
+            meet(self.owner.everyone, f"a mechanism with {changed}", may_be_late=True)
+        self._settings = settings
         if self._guard is not None:
             self._guard.check(self.ledger.spending, self.mechanism.release, step)
         # Nothing of the step is lost yet. All is looked at in the forward pass.
@@ -426,11 +432,28 @@ class PrivateTraining:
     def open_release(self, running: LogicalBatch, num_samples: int) -> None:
         """Count a logical batch of so many samples, before anything of its noise is drawn."""
         self._key.check_process()  # the ledger's file is the parent's, if this is a fork
+        if self._last is None and self.owner.everyone.size > 1:
+            self._compare_records()
         release = running.release
         self.ledger.intend(release)
         key = self._clock.advance(release.step)
         divisor = release.expected_batch_size if self._loss_reduction == "mean" else 1.0
         running.terms = ReleaseTerms(key, release, divisor, num_samples)
+
+    def _compare_records(self) -> None:
+        """Make sure that ranks draw from one data set; a collective, before anything is spent.
+
+        Raises:
+            BadInput: They hold other records.
+        """
+        found = gather_objects(self.owner.everyone, self.loader.digests)
+        for name in {name: None for each in found for name in each}:
+            if len({each[name] for each in found if name in each}) > 1:
+                raise BadInput(
+                    f"ranks hold different records (at {name}): every rank draws the "
+                    "same records and loads its part of them. Give each rank the whole data set, "
+                    "no share of it, and the loader the batch_size of all ranks together"
+                )
 
     def record(self, loss_of: LossOf, example: Sequence[Tensor]) -> GraphedPass:
         """Record a pass; see `PrivacyEngine.capture_graph`."""
@@ -595,6 +618,7 @@ class PrivateTraining:
     def norms(self) -> Tensor:
         """See `PrivacyEngine.per_sample_norms`; in the order of the logical batch, a collective."""
         batch = self.last
+        meet(self.owner.ranks, "per_sample_norms", may_be_late=True)
         slots = batch.norms[0].new_zeros(batch.num_samples)
         slots[torch.cat(batch.positions)] = torch.cat(batch.norms)
         # Each slot has one owner and all others add 0: exact. A NaN stays one.

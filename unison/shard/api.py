@@ -1,16 +1,19 @@
 """`fully_shard` and `auto_shard`: from a module to units."""
 
 import functools
+import itertools
+import json
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -28,7 +31,7 @@ from unison.shard.flat_group import (
 from unison.shard.ranks import DONE, Axes, Work
 from unison.shard.sharded_tensor import ShardedTensor, show_shards
 from unison.shard.unit import TAKEN_BY, UNIT_ATTRIBUTE, Unit, unit_of, units_of
-from unison.torch_internals import canonical_name, is_dtensor
+from unison.torch_internals import canonical_name, has_values, is_dtensor
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -390,6 +393,8 @@ def param_groups(
 
 
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# Optimizers of sharded tensors by group: all ranks come to their first steps in one order.
+_num_watched: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -410,11 +415,52 @@ def _look_once(optimizer: Optimizer, *_: Any) -> None:
                 f"of shape {list(parameter.shape)} that {owner} has taken and that is trained "
                 "no longer; make the optimizer after sharding, from module.parameters()"
             )
+    group = next((e.placement.ranks.group for e in parameters if type(e) is ShardedTensor), None)
+    if group is not None:
+        number = _num_watched[group] = _num_watched.get(group, 0) + 1
+        compare = partial(_compare_settings, itertools.count(1), group, number)
+        optimizer.register_step_pre_hook(compare)
+        compare(optimizer)
     if any(map(is_piece, parameters)):
         _warn_of_outside(optimizer, parameters)
         _adopt_flat_state(optimizer)
         optimizer.register_load_state_dict_post_hook(_adopt_flat_state)
     _seen.add(optimizer)
+
+
+def _compare_settings(
+    steps: Iterator[int], ranks: dist.ProcessGroup, number: int, optimizer: Optimizer, *_: Any
+) -> None:
+    """Refuse settings that another rank has not, in steps 1, 2, 4, 8, …; nobody waits for it.
+
+    Raises:
+        BadInput: Naming what differs.
+    """
+    step = next(steps)
+    if step & (step - 1) or not has_values() or torch.compiler.is_compiling():
+        return
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(shown, value))
+        if isinstance(value, ShardedTensor):
+            return value.placement.name
+        return repr(value) if isinstance(value, int | float | str | tuple) else None
+
+    own = [{name: shown(each) for name, each in g.items()} for g in optimizer.param_groups]
+    members = "-".join(map(str, dist.get_process_group_ranks(ranks)))
+    key = f"unison/optimizer/{members}/{number}/{step}"
+    first = dist.distributed_c10d._get_default_store().compare_set(key, "", json.dumps(own))
+    for there, here in itertools.zip_longest(json.loads(first), own, fillvalue={}):
+        for name in {**there, **here}:
+            if there.get(name) != here.get(name):
+                others, mine = (str(each.get(name))[:200] for each in (there, here))
+                raise BadInput(
+                    f"{name} of {type(optimizer).__name__} differs between ranks, which hold parts "
+                    f"of the same parameters: {others} and, on rank {dist.get_rank()}, {mine}. Give "
+                    "all ranks the same, and schedulers numbers that are the same on all ranks (a "
+                    "loss after all_reduce, not a rank's own)"
+                )
 
 
 def _warn_of_outside(optimizer: Optimizer, parameters: list[Tensor]) -> None:

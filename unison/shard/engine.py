@@ -46,7 +46,7 @@ from unison.shard.deal import (
     without_plan,
 )
 from unison.shard.each_granule import call_each_granule, granular_pass, holds_cache
-from unison.shard.flat_group import PLAIN, per_granule, watch_compiled
+from unison.shard.flat_group import PLAIN, StoragePhase, per_granule, watch_compiled
 from unison.shard.granules import (
     Bypassed,
     PerGranule,
@@ -58,9 +58,9 @@ from unison.shard.granules import (
     refuse_whole,
 )
 from unison.shard.guard import compare_across_ranks
-from unison.shard.ranks import Ranks, checksum, flags_of_all, same_on_every_rank
+from unison.shard.ranks import Ranks, checksum, flags_of_all, meet, same_on_every_rank
 from unison.shard.unit import Unit, Versions, shadowed, units_of
-from unison.torch_internals import ORIGINAL, backend_in, canonical_name, pinned
+from unison.torch_internals import ORIGINAL, backend_in, canonical_name, has_values, pinned
 
 # ------------------------------------------------------------------------------------------------
 # What is settled before the first pass: the same model, not the same data, the same kernels.
@@ -218,6 +218,12 @@ class Context:
         if follows_last:
             self.last_order[place].start_gather()
         return entered_at
+
+    @property
+    def has_to_gather(self) -> bool:
+        """Whether a pass would gather anything: not while all modules are `unshard()`ed."""
+        groups = (group for unit in self.units for group in unit.groups)
+        return any(not each.is_alias and each.phase is StoragePhase.SHARDED for each in groups)
 
     def keeps_full(self, unit: Unit) -> bool:
         """Whether a unit's parameters stay after its forward pass."""
@@ -475,6 +481,11 @@ def _run_forward(
     unit: Unit, context: Context, is_recompute: bool, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     """Run a unit's forward with its full parameters in place."""
+    is_evaluation = context.depth == 0 and not torch.is_grad_enabled()
+    if is_evaluation and context.has_to_gather and has_values():
+        # Some run it on one rank alone, or for more batches than on others.
+        what = f"a forward pass of {unit.name!r} without gradients"
+        meet(unit.axes.shard, what, may_be_late=True)
     context.check_first_use((args, kwargs))
     if unit.is_plain and num_granules_of((args, kwargs)) == 0:
         if unit is context.root and not is_recompute:

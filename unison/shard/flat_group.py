@@ -357,7 +357,10 @@ class FlatGroup:
         self.pieces = [self._make_piece(index) for index in range(len(values))]
         real = [value.detach() for value in values if not first.is_meta]
         for piece, value in zip(self.pieces, real, strict=False):
-            piece.data.copy_(value)
+            if isinstance(piece, ShardedTensor):
+                placement = piece.placement
+                value = value.reshape(-1)[placement.start : placement.stop]
+            local_part(piece.data).copy_(value)
         self._attributes = [vars(piece) for piece in self.pieces]
         self._start = [_sum_of_bits(value) for value in real if axes.all.size > 1]
         self._start_versions = self.versions

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from unison.errors import BadInput
 from unison.shard.flat_group import is_piece
 from unison.shard.layout import ALIGNMENT, Placement
-from unison.shard.ranks import buckets
+from unison.shard.ranks import buckets, meet
 from unison.shard.reducers import aligned_levels, tree_sum
 from unison.shard.sharded_tensor import (
     fsdp2_modules,
@@ -42,12 +42,12 @@ def grad_norm(module: nn.Module) -> Tensor:
 
     Of a module that is not sharded too, where nothing is sent.
     """
-    return _norm(module, lambda piece: piece.grad)
+    return _norm(module, lambda piece: piece.grad, "the norm of the gradient")
 
 
 def param_norm(module: nn.Module) -> Tensor:
     """The L2 norm of all of the model's parameters, on every rank; a collective."""
-    return _norm(module, lambda piece: piece.detach())
+    return _norm(module, lambda piece: piece.detach(), "the norm of all parameters")
 
 
 @torch.no_grad()
@@ -67,7 +67,7 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
         raise BadInput(
             f"{type(module).__name__} is not sharded; use torch.nn.utils.clip_grad_norm_ for it"
         )
-    norm = grad_norm(module)
+    norm = _norm(module, lambda piece: piece.grad)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     alike: dict[tuple, list[Tensor]] = {}
     for piece in module.parameters():
@@ -80,12 +80,14 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
 
 
 @torch.no_grad()
-def _norm(module: nn.Module, source: Source) -> Tensor:
+def _norm(module: nn.Module, source: Source, what: str | None = None) -> Tensor:
     parameters = _spread_parameters(module)
     if not parameters:
         return torch.zeros((), dtype=torch.float64)
     # Who shares them, and the device that they exchange on; offloaded parameters lie elsewhere.
     ranks, wire = parameters[0][1].ranks, parameters[0][1].device
+    if what is not None and has_values():  # which some log under `if rank == 0`
+        meet(ranks, what, may_be_late=True)
     # Which blocks and subtrees a rank holds is arithmetic, so all ranks agree on what they add.
     nodes = [_nodes(placement) for _, placement in parameters]
     held, shared = [], []  # and the squares of blocks that several ranks hold

@@ -8,6 +8,7 @@ over the wire.
 import hashlib
 import os
 import sys
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -284,49 +285,64 @@ def from_rank_0(ranks: Ranks, work: Callable[[], T]) -> T:
 # ------------------------------------------------------------------------------------------------
 # Ranks meet before a collective that user code asked for without naming it.
 #
-# `p.grad.norm()` of a sharded gradient needs every rank. Under `if rank == 0` one rank would be
-# alone in it: it would wait for ever, or worse, be matched with the next collective of the
-# others, which gloo answers by ending the process. So ranks meet in the store first, which no
-# collective can be mistaken for, and a rank that stays alone raises, naming the line.
+# `p.grad.norm()` of a sharded gradient needs every rank, and so do `model(x)` in an evaluation and
+# `save_checkpoint(...)`. Under `if rank == 0` one rank would be alone in it: it would wait for
+# ever, or worse, be matched with the next collective of the others, which gloo answers by ending
+# the process. So ranks meet in the store first, which no collective can be mistaken for, and a rank
+# that stays alone raises, naming the line. Training passes and steps do without.
 
 PATIENCE = timedelta(seconds=20)
+PATIENCE_BESIDE_WORK = timedelta(minutes=5)
 
 
-# By group: how often its ranks have met, and what the last meeting left in the store.
+# By group: how often its ranks have met, and what the last meeting left in the store; and where
+# this rank was alone, after which it is out of step with the others.
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, list[str]]] = (
     weakref.WeakKeyDictionary()
 )
+_was_alone: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
-def meet(ranks: Ranks, what: str) -> None:
+def meet(ranks: Ranks, what: str, *, may_be_late: bool = False) -> None:
     """Wait until every rank has come to this call.
 
     Args:
         ranks: Who must come.
         what: What they come for, for the message.
+        may_be_late: Whether a rank may have work of its own before it comes, such as a file to
+            write, and may call it at another line than others do.
 
     Raises:
-        NeedsWhole: A rank did not come within `PATIENCE`; naming the line of this one.
+        NeedsWhole: A rank did not come in time; naming the line of this one.
     """
     if ranks.size == 1:
         return
     assert ranks.group is not None
+    if ranks.group in _was_alone:
+        raise NeedsWhole(_was_alone[ranks.group])
+    patience = PATIENCE_BESIDE_WORK if may_be_late else PATIENCE
     line = lines_of(caller(sys._getframe(1))[1])[0]
     count, old_keys = _meetings.get(ranks.group, (0, []))
     members = dist.get_process_group_ranks(ranks.group)
-    told = hashlib.blake2b(f"{members} {line} {what}".encode(), digest_size=8).hexdigest()
+    place = "" if may_be_late else line
+    told = hashlib.blake2b(f"{members} {place} {what}".encode(), digest_size=8).hexdigest()
     key = f"unison/meet/{count + 1}/{told}"
     _meetings[ranks.group] = count + 1, [key, f"{key}/all"]
     store = dist.distributed_c10d._get_default_store()
     if store.add(key, 1) == ranks.size:
         store.set(f"{key}/all", "")
-    try:
-        store.wait([f"{key}/all"], PATIENCE)
-    except RuntimeError as error:
-        raise NeedsWhole(
-            f"{what} needs all {ranks.size} ranks, and rank {ranks.rank} was alone in it for "
-            f"{PATIENCE.seconds} s, at {line}; call it on every rank, outside of `if rank == ...`"
-        ) from error
+    # Not `store.wait`, which would keep the store from other threads: one may write a checkpoint.
+    end, pause = time.monotonic() + patience.total_seconds(), 2e-4
+    while not store.check([f"{key}/all"]):
+        if time.monotonic() > end:
+            _was_alone[ranks.group] = (
+                f"{what} needs all {ranks.size} ranks, and rank {ranks.rank} was alone in it for "
+                f"{patience.total_seconds():g} s, at {line}; call it on every rank, as often as on "
+                "the others, outside of `if rank == ...`"
+            )
+            raise NeedsWhole(_was_alone[ranks.group])
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
     # Whoever is here has left the meeting before.
     for old in old_keys if ranks.rank == 0 else ():
         store.delete_key(old)

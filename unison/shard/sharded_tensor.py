@@ -427,6 +427,9 @@ def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _refuse(func, args, kwargs)
     placement = target.placement
     if type(source) is not ShardedTensor and source.shape == placement.shape:
+        if not source.is_meta:  # ranks would hold parts of different tensors
+            what = f"copying a whole tensor into {placement.name!r} (as load_state_dict does)"
+            meet(placement.ranks, what, may_be_late=True)
         part = source.reshape(-1)[placement.start : placement.stop]
     else:
         part = _part(source, placement)
@@ -643,7 +646,11 @@ def whole(value: Tensor, name: str) -> Tensor:
         UnsupportedOperation: If it is spread in any other way than by rows, naming it.
     """
     part = local_part(value)
-    return value.detach() if part is value else _gather(part, placement_of(value, name))
+    if part is value:
+        return value.detach()
+    placement = placement_of(value, name)
+    meet(placement.ranks, f"the whole of {name!r}", may_be_late=True)
+    return _gather(part, placement)
 
 
 def placement_of(value: Tensor, name: str) -> Placement:

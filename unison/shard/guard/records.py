@@ -31,7 +31,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(_SHARD))
 _INTERNAL = (
     _TORCH,
     _SHARD,
-    os.path.join(_PACKAGE, "rng") + os.sep,
+    *(os.path.join(_PACKAGE, name) + os.sep for name in ("rng", "capture", "privacy")),
     os.path.join(_PACKAGE, "torch_internals.py"),  # its modes call what they are told of
 )
 _C10D = os.path.join(_TORCH, "distributed", "distributed_c10d.py")

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from unison.errors import BadInput, NeedsWhole
 from unison.schema import build, parse, read_bytes, short, version_of
-from unison.shard.ranks import Ranks, from_rank_0, together
+from unison.shard.ranks import Ranks, from_rank_0, meet, together
 from unison.shard.state.entries import (
     Entry,
     FlatPart,
@@ -403,6 +403,7 @@ def save_checkpoint(
     """
     folder, extra = Path(folder), extra or {}
     ranks = Ranks(None) if alone else ranks_of(module)
+    meet(ranks, "save_checkpoint", may_be_late=True)
 
     def collected() -> tuple[list[Entry], OptimizerState | None]:
         check_json(extra, "extra")
@@ -499,6 +500,7 @@ def load_checkpoint(
     """
     folder = Path(folder)
     ranks = ranks_of(module)
+    meet(ranks, "load_checkpoint", may_be_late=True)
 
     def settled() -> Manifest:
         settle(folder)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.guard import compare_across_ranks
 from unison.shard.layout import Placement
-from unison.shard.ranks import Ranks, agree, gather_objects
+from unison.shard.ranks import Ranks, agree, gather_objects, meet
 from unison.shard.sharded_tensor import (
     is_dtensor,
     local_part,
@@ -323,6 +323,7 @@ def load_full_state_dict(
             changed, and so are shapes unless the state is lazy.
     """
     ranks, entries = ranks_of(module), entries_of(module)
+    meet(ranks, "load_full_state_dict", may_be_late=True)
     reads_alone = rank_0_reads_alone(ranks, has_state=bool(state), what="the state")
     reports = agree(ranks, lambda: _checked(entries, state, strict) if state else None)
     report = reports[0 if reads_alone else ranks.rank] or reports[0]

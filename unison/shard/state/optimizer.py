@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.schema import build, is_a, short
-from unison.shard.ranks import agree, together
+from unison.shard.ranks import agree, meet, together
 from unison.shard.sharded_tensor import local_part, whole
 from unison.shard.state.entries import (
     Entry,
@@ -402,6 +402,7 @@ def full_optimizer_state_dict(
         BadInput: On every rank, if ranks hold different state.
     """
     ranks = ranks_of(module)
+    meet(ranks, "full_optimizer_state_dict", may_be_late=True)
     held = together(ranks, lambda: collect(module, optimizer))
     require_same(ranks, held.describe(), what="the optimizer's state")
     keeps = ranks.rank == 0 or not rank0_only
@@ -438,6 +439,7 @@ def load_full_optimizer_state_dict(
         BadInput: On every rank, naming what does not fit.
     """
     ranks = ranks_of(module)
+    meet(ranks, "load_full_optimizer_state_dict", may_be_late=True)
     reads_alone = rank_0_reads_alone(ranks, has_state=bool(state), what="the optimizer's state")
     num_dims = {entry.name: entry.tensor.ndim for entry in entries_of(module)}
     outlines = agree(ranks, lambda: _outline(state, num_dims) if state else None)
