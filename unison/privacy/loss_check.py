@@ -208,7 +208,9 @@ class LossCheck:
             _refuse(
                 "what the module is given is made of an earlier step's data, or of what torch.func "
                 "or a backward pass of its own made of the batch, so that other rows change it",
-                "Make it of this batch by torch functions, or in the data set or in collate_fn",
+                "Make it of this batch by torch functions, or in the data set or in collate_fn; "
+                "gradients of rows by torch.autograd.grad(loss, rows), with a copy of the module "
+                "or after module.eval()",
             )
         for each in path.values():
             if tape.hidden and tape.meets_hidden(each.leaves):

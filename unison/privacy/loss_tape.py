@@ -104,7 +104,7 @@ _QUESTIONS = {
     *("is_sparse", "is_quantized", "is_meta", "is_nested", "data_ptr", "__repr__", "__format__"),
     *("__hash__", "register_hook", "retain_grad", "retains_grad", "_version", "get_device", "type"),
     *("element_size", "storage_offset", "output_nr", "untyped_storage", "itemsize", "nbytes"),
-    *("is_pinned", "is_shared", "is_inference", "is_same_size", "result_type", "requires_grad_"),
+    *("is_pinned", "is_shared", "is_inference", "is_same_size", "result_type"),
     *("__reduce_ex__", "__dir__", "has_names", "is_conj", "is_neg", "is_signed", "_is_view"),
     *("is_xpu", "is_mps", "is_mkldnn", "is_xla", "is_ipu", "is_maia", "_base", "name"),
     "register_post_accumulate_grad_hook",
@@ -125,7 +125,9 @@ def handling_of(func: Any) -> tuple[Handling, str]:
     if name in ("__get__", "__set__", "__delete__"):  # a property: `x.shape`, `x.data = y`
         of, name = name, func.__self__.__name__
         if of != "__get__":
-            return (Handling.WRITE if name == "data" else Handling.QUESTION), name
+            is_followed = name == "requires_grad"  # a replay may be asked for its derivatives
+            other = Handling.OPERATION if is_followed else Handling.QUESTION
+            return (Handling.WRITE if name == "data" else other), name
         if name == "grad":  # not to be taken for torch.autograd.grad
             return Handling.QUESTION, name
     if func is Tensor.backward or func is torch.autograd.backward:
@@ -134,7 +136,8 @@ def handling_of(func: Any) -> tuple[Handling, str]:
         return _BY_NAME[name], name
     name = name.split(".")[0]  # torch.ops.aten.add_.Tensor
     if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
-        return Handling.WRITE, name
+        # It changes no values, and a replay may be asked for derivatives with respect to it.
+        return (Handling.OPERATION if name == "requires_grad_" else Handling.WRITE), name
     return Handling.OPERATION, name
 
 
