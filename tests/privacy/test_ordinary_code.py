@@ -237,3 +237,73 @@ def test_outputs_that_are_no_tensors_are_named():
     assert_refused(
         lambda m, x, y: -m(x).log_prob(y[:, None]).mean(), "output .Normal. .*outside", module
     )
+
+
+# ---- batches that are not made of tensors alone --------------------------------------------------
+
+
+def collated(x: Any, y: Any) -> DataLoader[Any]:
+    """A loader whose `collate_fn` makes two columns, each in its own way."""
+
+    def collate(records: list[Any]) -> tuple[Any, Any]:
+        own, labels = zip(*records, strict=True)
+        return x(list(own)), y(list(labels))
+
+    return DataLoader(rows().dataset, batch_size=12, collate_fn=collate)
+
+
+@pytest.mark.parametrize(
+    ("part", "match"),
+    [
+        (list, r"tensors in a list at batch\[0\].*torch\.stack\(rows\)"),
+        (lambda own: [{"x": each} for each in own], r"tensors in a list at batch\[0\]"),
+        (lambda own: torch.stack(own).numpy(), r"a NumPy array at batch\[0\].*torch\.from_numpy"),
+    ],
+)
+def test_rows_that_lie_in_no_tensor_are_refused(part, match):
+    assert_refused(mean_loss, match, data_loader=collated(part, torch.stack))
+
+
+def numbers(labels: list[Tensor]) -> list[int]:
+    return [int(each) for each in labels]
+
+
+def by_numbers(weigh: Callable[[Tensor, list[int]], Any]) -> LossOf:
+    def loss(module: nn.Module, x: Tensor, y: list[int]) -> Tensor:
+        losses = F.cross_entropy(module(x), torch.tensor(y), reduction="none")
+        return (losses * weigh(x, y)).mean()
+
+    return loss
+
+
+WEIGHTS = [1.0, 2.0, 0.5]
+
+
+def test_labels_that_are_numbers_of_pythons_are_trained_on():
+    loader = collated(torch.stack, numbers)
+    engine, module, optimizer, private = attach(make_model(), data_loader=loader)
+    loss = by_numbers(lambda _, y: torch.tensor([WEIGHTS[each] for each in y]))
+    for x, y in private:
+        loss(module, x, y).backward()
+        optimizer.step()
+    assert engine.ledger.num_commits == len(private)
+
+
+def test_numbers_of_pythons_that_know_of_other_rows_are_refused():
+    settings = {"data_loader": collated(torch.stack, numbers)}
+    mean = by_numbers(lambda _, y: torch.tensor(y).double().mean())
+    assert_refused(mean, "rows meet in", **settings)
+    total = by_numbers(lambda _, y: sum(y))
+    assert_refused(total, "numbers of Python's.* brings a number into the loss", **settings)
+
+
+def test_what_is_made_of_texts_is_followed():
+    def texts(own: list[Tensor]) -> list[str]:
+        return [" ".join(map(str, each.tolist())) for each in own]
+
+    def centred(module: nn.Module, x: list[str], y: Tensor) -> Tensor:
+        made = torch.tensor([list(map(float, each.split())) for each in x], dtype=torch.float64)
+        return mean_loss(module, made - made.mean(0), y)
+
+    match = "what the module is given for one row depends on other rows"
+    assert_refused(centred, match, data_loader=collated(texts, torch.stack))

@@ -225,6 +225,9 @@ class LossCheck:
                 self._refuse_uneven(path[place], labels, ignored, weight)
         if tape.reads:
             _refuse_reads(program)
+        if tape.has_numbers:
+            why = "the batch has numbers of Python's, which nobody follows"
+            _refuse_numbers(program, 0, why, with_tensors=False)
         known = self._taken.get(program.kind)
         numbers = [each for each in program.numbers if not isinstance(each, PublicNumber)]
         if known is not None and tape.has_read:
@@ -535,6 +538,14 @@ class LossCheck:
         given, beside_now = {}, program.beside()
         if len(beside_now) != len(beside):  # a constant is as long as the batch, now or then
             return
+        for key, value in beside_now.items() if not program.tape.batch else ():
+            if type(key) is int:  # a constant
+                _refuse(
+                    "the batch holds texts or numbers of Python's, and the loss a tensor of shape "
+                    f"{list(value.shape)} that may be made of them out of sight, so that rows may "
+                    "meet in it",
+                    "Make it with torch.tensor or torch.as_tensor, or in collate_fn",
+                )
         for (key, value), record in zip(beside_now.items(), beside, strict=True):
             matrix = rows.matrix(value).clone()
             if matrix.shape[1:] != record.shape[1:]:

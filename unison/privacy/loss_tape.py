@@ -21,6 +21,7 @@ made of them, so that they neither enter a loss nor are written to what is train
 """
 
 import itertools
+import numbers
 import operator
 import sys
 import weakref
@@ -249,11 +250,12 @@ class LossRecorder(TorchFunctionMode):
         has_terms: Whether it has terms that do not depend on data.
         is_open: Whether the tape is being written.
         operations: What the user's code did.
-        roots: Where data enters, by slot: a tensor of the batch, or an output of the module, as it
-            was handed to the user.
+        roots: Where data enters, by slot: a tensor of the batch, or one that is made of texts and
+            numbers in it; or an output of the module, as it was handed to the user.
         edges: Where the gradients of the module's outputs arrive, by slot, one per granule; empty
             if it takes none.
         batch: Slots of the batch; empty if it is not made of tensors alone.
+        has_numbers: Whether the batch has numbers of Python's, which nobody follows.
         reads: Values that left torch: by which function, before which operation, and where.
         items: Values that were read or printed, and are followed as far as Python's arithmetic
             goes.
@@ -323,6 +325,7 @@ class LossRecorder(TorchFunctionMode):
                 self.roots[self._slot_for(leaf)] = leaf
         # What is made of texts, or of what else is no tensor, is not known as the batch's.
         self.batch = set(self.roots) if len(self.roots) == len(leaves) else set()
+        self.has_numbers = any(isinstance(leaf, numbers.Number) for leaf in leaves)
         self._switch(is_on=True)
 
     def remove(self) -> None:
@@ -509,6 +512,11 @@ class LossRecorder(TorchFunctionMode):
         if is_hidden and (is_inside or not is_followed):
             return self._call_hidden(func, handling, args, kwargs, self.hide)
         if not is_followed:
+            if self.is_open and not self.batch and name in _MADE_OF_PYTHON:
+                made = func(*args, **kwargs)
+                if not made.requires_grad:
+                    self.roots[self._slot_for(made)] = made
+                return made
             if not self.kept or not any(leaf in self.kept for leaf in given):
                 return func(*args, **kwargs)
             keep = partial(self.kept.add, is_written=handling is Handling.WRITE)
@@ -661,6 +669,8 @@ def innermost(value: Tensor) -> Tensor:
 
 
 _MEANS = {F.cross_entropy, F.nll_loss}
+# Where a batch has more than tensors, what these make of texts or of Python's numbers may be rows.
+_MADE_OF_PYTHON = {"tensor", "as_tensor", "asarray"}
 
 _recording: list[LossRecorder] = []  # those that are on torch's stack of modes
 _stances: list[Any] = []  # torch.compile's, while somebody records
