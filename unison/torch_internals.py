@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from unison.errors import UnsupportedOperation
@@ -108,12 +109,13 @@ def sent_to_host(value: Tensor) -> Callable[[], Tensor]:
     return read
 
 
-# --- custom autograd.Functions, of which torch tells no function mode -----------------------------
+# --- custom functions and functional_call, of which torch tells no function mode ------------------
 
 OnApply = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
 
 _CustomFunction: Any = torch.autograd.function._SingleLevelFunction
 _told_of_apply: list[OnApply] = []
+_put_in_place = stateless._reparametrize_module
 
 
 def tell_of_apply(listener: OnApply) -> None:
@@ -125,6 +127,7 @@ def tell_of_apply(listener: OnApply) -> None:
     """
     _told_of_apply.append(listener)
     _CustomFunction.apply = classmethod(_told_apply)
+    stateless._reparametrize_module = _put_in_place_of_marks
 
 
 def tell_no_more(listener: OnApply) -> None:
@@ -132,6 +135,7 @@ def tell_no_more(listener: OnApply) -> None:
     _told_of_apply.remove(listener)
     if not _told_of_apply:
         del _CustomFunction.apply
+        stateless._reparametrize_module = _put_in_place
 
 
 def _told_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,6 +152,26 @@ def _told_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if output is not NotImplemented:
                 return output
     return run(*args, **kwargs)
+
+
+@contextmanager
+def _put_in_place_of_marks(
+    module: nn.Module, given: dict[str, Tensor], *args: Any, **kwargs: Any
+) -> Iterator[None]:
+    """What `functional_call` does, also for parameters that an attribute of that name hides."""
+    names = module.named_parameters(remove_duplicate=False)
+    chosen = {id(each) for name, each in names if name in given}  # and where these are tied
+    hidden: list[tuple[dict[str, Any], str, Any]] = []
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if id(parameter) in chosen and name in vars(each):
+                hidden.append((vars(each), name, vars(each).pop(name)))
+    try:
+        with _put_in_place(module, given, *args, **kwargs):
+            yield
+    finally:
+        for attributes, name, value in hidden:
+            attributes[name] = value
 
 
 # --- canonical parameter names: what wrappers add to a name is not part of it ---------------------

@@ -349,6 +349,27 @@ def test_a_record_that_cannot_be_read_leaves_the_check_to_others():
         start(centred, Broken(records()))
 
 
+def test_a_function_that_cannot_be_tried_is_refused():
+    def only_of_eight(records: list[Record]) -> Any:
+        if len(records) in (3, 4):
+            raise IndexError("of the eight images of a grid")
+        return centred(records)
+
+    with pytest.raises(
+        BadInput, match=r"cannot be tried: with records \[0, 9, 19, 29\].*eight images"
+    ):
+        start(only_of_eight)
+
+
+def test_a_mixture_that_takes_its_records_apart_is_refused():
+    def pops_and_mixes(records: list[Record]) -> Any:
+        labels = torch.tensor([each.pop("y") for each in records])
+        return {**centred(records), "labels": labels}
+
+    with pytest.raises(BadInput, match=REFUSED):
+        start(pops_and_mixes, Copied(records()))
+
+
 # ---- generators ----------------------------------------------------------------------------------
 
 

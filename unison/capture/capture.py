@@ -230,6 +230,11 @@ class Capture:
         with self.installed(), torch.no_grad(), self._traced(batch, 0):
             yield self._met
 
+    @property
+    def is_meeting(self) -> bool:
+        """Whether it is only written down what parameters meet."""
+        return self._met is not None
+
     @contextmanager
     def recompute(self, surroundings: RngAutocastState) -> Iterator[None]:
         """Run the forward pass once more in this block: see [Note: keep g, recompute a].

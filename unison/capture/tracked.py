@@ -64,6 +64,13 @@ class ParamRegistry:
         for path, module in self.modules:
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
+                    if type(parameter) is Tracked:
+                        del module._parameters[attribute]
+                        raise UnsupportedOperation(
+                            f"forward assigns {parameter.of_parameters[0]!r} to the attribute "
+                            f"{attribute!r} of {type(module).__name__}, which makes it a parameter "
+                            "of that name too. Keep it in a local variable, or tie it in __init__"
+                        )
                     name = names.get(id(parameter))
                     if name is None:
                         name = canonical_name(f"{path}.{attribute}" if path else attribute)
@@ -101,6 +108,7 @@ def marked(placed: Sequence[Place], listener: "Capture", *, is_guarded: bool) ->
                     made = Tracked.of(value, (Source(name),), listener)
                     is_whole = type(made.value) is Tensor or not is_dtensor(value)
                     made.is_parameter = isinstance(value, nn.Parameter) and is_whole
+                    made._is_param = made.is_parameter  # for `isinstance(w, nn.Parameter)`
                     tracked[id(parameter)] = made
                     if is_guarded:
                         hook = partial(refuse_gradient, name)
@@ -229,8 +237,8 @@ def refuse_gradient(name: str, gradient: Tensor | None) -> None:
     if gradient is not None:
         raise UnsupportedOperation(
             f"a gradient reached {name!r} from an operation that was not seen: a custom "
-            "autograd.Function, or code that kept the parameter elsewhere than in its module. Use "
-            "torch functions on the module's attribute"
+            "autograd.Function, or code that took the parameter from parameters(), state_dict() or "
+            "a list of its own. Use torch functions on the module's attribute (self.layer.weight)"
         )
 
 

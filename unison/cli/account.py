@@ -315,12 +315,12 @@ def _curve(num_steps: int, at: Callable[[int, str], float]) -> list[dict[str, An
 
     Points are denser at the beginning, where ε rises fastest.
     """
-    parts = (((k + 1) / _NUM_POINTS) ** 2 for k in range(_NUM_POINTS))
-    points = sorted({math.ceil(num_steps * part) for part in parts} - {0})
-    return [
+    points = {-(-num_steps * k**2 // _NUM_POINTS**2) for k in range(1, _NUM_POINTS + 1)} - {0}
+    curve = [  # the last one first: what cannot be counted is told of by the number that was given
         {"steps": point, **{name: _or_none(at, point, name) for name in ACCOUNTANTS}}
-        for point in points
+        for point in sorted(points, reverse=True)
     ]
+    return curve[::-1]
 
 
 def _or_none(function: Callable[..., float], *args: Any) -> float | None:

@@ -255,9 +255,9 @@ class FSDP2Group:
                     raise UnsupportedOperation(
                         f"a gradient reached {each.name!r} itself, where it would be neither "
                         "clipped nor noised. It came from a pass in evaluation mode, from a custom "
-                        "autograd.Function, or from code that kept the parameter elsewhere than in "
-                        "its module. Train in training mode, and use torch functions on the "
-                        "module's attribute"
+                        "autograd.Function, or from code that took the parameter from "
+                        "parameters(), state_dict() or a list of its own. Train in training mode, "
+                        "and use torch functions on the module's attribute (self.layer.weight)"
                     )
 
 

@@ -379,6 +379,7 @@ def refuse_gradient(name: str, _: Tensor) -> None:
     raise UnsupportedOperation(
         f"a gradient reached {name!r} itself, where it would be neither clipped nor noised. It "
         "came from a pass in evaluation mode, from a custom autograd.Function, or from code that "
-        "kept the parameter elsewhere than in its module. Train in training mode, and use torch "
-        "functions on the module's attribute"
+        "took the parameter from parameters(), state_dict() or a list of its own. Train in "
+        "training mode, use torch functions on the module's attribute (self.layer.weight), and "
+        "take gradients of rows by torch.autograd.grad(loss, rows)"
     )

@@ -401,6 +401,8 @@ class Attachment:
                 f"{name} would write down what the engine does beside what the module does: call "
                 "module.eval() or use torch.no_grad() around it, or give it copy.deepcopy(module)"
             )
+        if self._is_differentiated(args, kwargs):
+            return
         self._recorder.suspend((args, kwargs))
         if not is_trained:
             return
@@ -432,6 +434,19 @@ class Attachment:
         if any(each.axes.is_traced for each in self._pass.captures.values()):
             self._follow(self._following, self._pass, args, kwargs)
         self._watch(args, kwargs)
+
+    def _is_differentiated(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a pass in evaluation mode is one for gradients of what the module is given.
+
+        Adversarial rows are made so. The recorder follows such a pass operation by operation, so
+        that the derivatives can be taken again; of other passes it follows the output alone.
+        """
+        return (
+            not self.module.training
+            and torch.is_grad_enabled()
+            and self._owner.is_alone
+            and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs)))
+        )
 
     def _watch(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note what forward makes of the batch, in passes whose loss is checked again."""
@@ -608,7 +623,7 @@ class Attachment:
     def _after_forward(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if self.is_aside:
+        if self.is_aside or self._is_differentiated(args, kwargs):
             return output
         self._following.close()
         running, gated = self._pass, output

@@ -205,8 +205,10 @@ def steps_for(
 
 def _check_countable(steps: int) -> None:
     if steps > MAX_STEPS:
+        is_short = steps < 10**15
+        found = f"{steps:,}" if is_short else f"a number of {int(math.log10(steps)) + 1} digits"
         raise BadInput(
-            f"steps must be at most {MAX_STEPS:,}, found {steps:,}: beyond that an ε would take "
+            f"steps must be at most {MAX_STEPS:,}, found {found}: beyond that an ε would take "
             "minutes"
         )
 

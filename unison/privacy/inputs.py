@@ -136,8 +136,9 @@ def inputs_of(
             raise UnsupportedOperation(
                 f"{where} of the module, of shape {list(leaf.shape)}, takes gradients, which would "
                 "leave the step neither clipped nor noised. If it is a batch, give the module "
-                "x.detach(); if something trainable made it, put that into the module that "
-                "make_private gets"
+                "x.detach(); for adversarial rows take torch.autograd.grad(loss, x) between "
+                "module.eval() and module.train(); if something trainable made it, put that into "
+                "the module that make_private gets"
             )
     kind: list[Any] = [str(spec)]
     for place in places:

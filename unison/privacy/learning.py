@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unison.capture import (
     AxisTable,
@@ -25,7 +25,7 @@ from unison.capture import (
     probe_rows,
     state_kept,
 )
-from unison.capture.tracked import ParamRegistry, Tracked
+from unison.capture.tracked import ParamRegistry, Tracked, plain
 from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import calibration_of
 from unison.clip.functional import learn_layers
@@ -203,20 +203,26 @@ class Learning:
             with FunctionMode(check_in_forward):
                 output = inputs.run(module, some)
             for leaf in tree_leaves(output):
-                if type(leaf) is Tracked:
+                # Until sizes are compared, a row for every sample looks like one for all.
+                if type(leaf) is Tracked and not leaf.listener.is_meeting:
                     raise UnsupportedOperation(
                         f"the module returns {leaf.of_parameters[0]!r}, or what it made of that "
                         "alone: outside, its gradient would be neither clipped nor noised. Use it "
-                        "inside of forward (return logits * scale), or return it detached"
+                        "inside of forward (return logits * scale), return a row of it for each "
+                        "sample (scale.expand(len(x), -1)), or return it detached; a penalty of "
+                        "parameters is added to the loss outside of the module"
                     )
+            output = tree_map_only(Tracked, plain, output)
             num_samples = len(some[0])
             dims = dims_of(output, num_samples)
             losses, shared = probe_losses(output, num_samples, dims, per_sample)
             if losses is None:
                 raise UnsupportedOperation(
-                    f"no part of the module's output holds its {len(some[0])} samples in dimension "
-                    f"{batch_dim}, so it cannot be checked that samples do not mix. Return the "
-                    "outputs of each sample beside a loss, as transformers models do"
+                    f"no tensor in the module's output ({type(output).__name__}) holds its "
+                    f"{len(some[0])} samples in dimension {batch_dim}, so it cannot be checked "
+                    "that samples do not mix. Return the outputs of each sample beside a loss, as "
+                    "transformers models do, in tensors, lists, tuples or dicts: distributions and "
+                    "other objects can be made of them outside"
                 )
             leaves.extend(map(weakref.ref, leaves_of(losses)))
             has_batch_loss |= shared is not None

@@ -286,6 +286,8 @@ class PrivateLoader:
         if not self._has_learned:
             with _kept_generators():
                 self._learn_layout(loaded)
+                if self.training is not None:
+                    self.layout.require_tensors()
                 self._refuse_mixing()
             self._has_learned = True
         try:
@@ -429,6 +431,7 @@ class BatchLayout:
         self._padding, self._rows, self._device = padding, rows_per_record, device
         # By path: the dimension of records; None if a part does not grow with their number.
         self._dims: dict[Path, int | None] = {}
+        self._not_one_tensor: str | None = None  # names a part whose rows do not lie in a tensor
 
     @property
     def unit(self) -> str:
@@ -444,6 +447,7 @@ class BatchLayout:
             BadInput: Naming what `row_shape` names and is not in the batch.
         """
         self._dims.clear()
+        self._not_one_tensor = None
         self._learn(one, two, ())
         if all(dim is None for dim in self._dims.values()):
             raise UnsupportedOperation(
@@ -461,6 +465,20 @@ class BatchLayout:
             raise BadInput(
                 f"row_shape has {missing[0]!r}, and the batch that collate_fn returns has tensors "
                 f"{sorted(met, key=str)}; name those, or their places in a tuple"
+            )
+
+    def require_tensors(self) -> None:
+        """Make sure that rows of numbers lie in tensors, where a loss can be followed.
+
+        Raises:
+            UnsupportedOperation: Naming a part of the batch where they do not.
+        """
+        if self._not_one_tensor is not None:
+            raise UnsupportedOperation(
+                f"collate_fn returns {self._not_one_tensor}, of which nobody sees what the loss "
+                "makes of it. Return one tensor with the records along a dimension: "
+                "torch.stack(rows), after torch.nn.utils.rnn.pad_sequence or the like where shapes "
+                "differ; torch.from_numpy(array)"
             )
 
     def empty(self) -> Any:
@@ -541,11 +559,15 @@ class BatchLayout:
                 "records"
             )
         if isinstance(one, Tensor | np.ndarray):
-            self._dims[path] = _dim_of_records(one, two, _name(path), self._rows)
+            dim = self._dims[path] = _dim_of_records(one, two, _name(path), self._rows)
+            if isinstance(one, np.ndarray) and dim is not None and one.dtype.kind in "biufc":
+                self._not_one_tensor = f"a NumPy array at {_name(path)}"
             return
         grows = (1, 2), (self._rows, 2 * self._rows)
         if isinstance(one, list | tuple) and (len(one), len(two)) in grows:
             self._dims[path] = 0
+            if any(isinstance(leaf, Tensor | np.ndarray) for leaf in tree_flatten(one)[0]):
+                self._not_one_tensor = f"tensors in a {type(one).__name__} at {_name(path)}"
             return
         parts, others = _parts(one), _parts(two)
         if parts is None or others is None:

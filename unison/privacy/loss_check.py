@@ -211,7 +211,9 @@ class LossCheck:
                 "what the module is given is made of an earlier step's data, of what other ranks "
                 "sent, or of what torch.func or a backward pass of its own made of the batch, so "
                 "that other rows change it",
-                "Make it of this batch by torch functions, or in the data set or in collate_fn",
+                "Make it of this batch by torch functions, or in the data set or in collate_fn; "
+                "gradients of rows by torch.autograd.grad(loss, rows), with a copy of the module "
+                "or after module.eval()",
             )
         if others := [each for each in path.values() if each.func is from_other_ranks]:
             _refuse(
@@ -232,6 +234,9 @@ class LossCheck:
                 self._refuse_uneven(path[place], labels, ignored, weight)
         if tape.reads:
             _refuse_reads(program)
+        if tape.has_numbers:
+            why = "the batch has numbers of Python's, which nobody follows"
+            _refuse_numbers(program, 0, why, with_tensors=False)
         known = self._taken.get(program.kind)
         numbers = [each for each in program.numbers if not isinstance(each, PublicNumber)]
         if known is not None and tape.has_read:
@@ -542,6 +547,14 @@ class LossCheck:
         given, beside_now = {}, program.beside()
         if len(beside_now) != len(beside):  # a constant is as long as the batch, now or then
             return
+        for key, value in beside_now.items() if not program.tape.batch else ():
+            if type(key) is int:  # a constant
+                _refuse(
+                    "the batch holds texts or numbers of Python's, and the loss a tensor of shape "
+                    f"{list(value.shape)} that may be made of them out of sight, so that rows may "
+                    "meet in it",
+                    "Make it with torch.tensor or torch.as_tensor, or in collate_fn",
+                )
         for (key, value), record in zip(beside_now.items(), beside, strict=True):
             matrix = rows.matrix(value).clone()
             if matrix.shape[1:] != record.shape[1:]:

@@ -207,12 +207,10 @@ class Program:
         """What stands beside the batch on the way to the loss, and holds records: noise, weights.
 
         Constants that the user's code made, by identity, and random numbers, as `replay` takes
-        them. Programs of one kind have the same, in the same order. Where a batch has more than
-        tensors (Python's numbers, texts), constants may be made of several records, and are not
-        given to other rows.
+        them. Programs of one kind have the same, in the same order.
         """
         terms, found = set(map(id, self.terms)), dict[Any, Tensor]()
-        for each in self.path.values() if self.tape.batch else ():
+        for each in self.path.values():
             for leaf in each.leaves:
                 if isinstance(leaf, Tensor) and id(leaf) not in terms:
                     found[id(leaf)] = leaf

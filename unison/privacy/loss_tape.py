@@ -22,6 +22,7 @@ made of them, so that they neither enter a loss nor are written to what is train
 
 import inspect
 import itertools
+import numbers
 import operator
 import sys
 import weakref
@@ -108,7 +109,7 @@ _QUESTIONS = {
     *("is_sparse", "is_quantized", "is_meta", "is_nested", "data_ptr", "__repr__", "__format__"),
     *("__hash__", "register_hook", "retain_grad", "retains_grad", "_version", "get_device", "type"),
     *("element_size", "storage_offset", "output_nr", "untyped_storage", "itemsize", "nbytes"),
-    *("is_pinned", "is_shared", "is_inference", "is_same_size", "result_type", "requires_grad_"),
+    *("is_pinned", "is_shared", "is_inference", "is_same_size", "result_type"),
     *("__reduce_ex__", "__dir__", "has_names", "is_conj", "is_neg", "is_signed", "_is_view"),
     *("is_xpu", "is_mps", "is_mkldnn", "is_xla", "is_ipu", "is_maia", "_base", "name"),
     "register_post_accumulate_grad_hook",
@@ -134,7 +135,9 @@ def handling_of(func: Any) -> tuple[Handling, str]:
     if name in ("__get__", "__set__", "__delete__"):  # a property: `x.shape`, `x.data = y`
         of, name = name, func.__self__.__name__
         if of != "__get__":
-            return (Handling.WRITE if name == "data" else Handling.QUESTION), name
+            is_followed = name == "requires_grad"  # a replay may be asked for its derivatives
+            other = Handling.OPERATION if is_followed else Handling.QUESTION
+            return (Handling.WRITE if name == "data" else other), name
         if name == "grad":  # not to be taken for torch.autograd.grad
             return Handling.QUESTION, name
     if func is Tensor.backward or func is torch.autograd.backward:
@@ -146,7 +149,8 @@ def handling_of(func: Any) -> tuple[Handling, str]:
         return _BY_NAME[name], name
     name = name.split(".")[0]  # torch.ops.aten.add_.Tensor
     if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
-        return Handling.WRITE, name
+        # It changes no values, and a replay may be asked for derivatives with respect to it.
+        return (Handling.OPERATION if name == "requires_grad_" else Handling.WRITE), name
     return Handling.OPERATION, name
 
 
@@ -258,11 +262,12 @@ class LossRecorder(TorchFunctionMode):
         has_terms: Whether it has terms that do not depend on data.
         is_open: Whether the tape is being written.
         operations: What the user's code did.
-        roots: Where data enters, by slot: a tensor of the batch, or an output of the module, as it
-            was handed to the user.
+        roots: Where data enters, by slot: a tensor of the batch, or one that is made of texts and
+            numbers in it; or an output of the module, as it was handed to the user.
         edges: Where the gradients of the module's outputs arrive, by slot, one per granule; empty
             if it takes none.
         batch: Slots of the batch; empty if it is not made of tensors alone.
+        has_numbers: Whether the batch has numbers of Python's, which nobody follows.
         reads: Values that left torch: by which function, before which operation, and where.
         items: Values that were read or printed, and are followed as far as Python's arithmetic
             goes.
@@ -332,6 +337,7 @@ class LossRecorder(TorchFunctionMode):
                 self.roots[self._slot_for(leaf)] = leaf
         # What is made of texts, or of what else is no tensor, is not known as the batch's.
         self.batch = set(self.roots) if len(self.roots) == len(leaves) else set()
+        self.has_numbers = any(isinstance(leaf, numbers.Number) for leaf in leaves)
         self._switch(is_on=True)
 
     def remove(self) -> None:
@@ -528,6 +534,11 @@ class LossRecorder(TorchFunctionMode):
         if is_hidden and (is_inside or not is_followed):
             return self._call_hidden(func, handling, args, kwargs, self.hide)
         if not is_followed:
+            if self.is_open and not self.batch and name in _MADE_OF_PYTHON:
+                made = func(*args, **kwargs)
+                if not made.requires_grad:
+                    self.roots[self._slot_for(made)] = made
+                return made
             if not self.kept or not any(leaf in self.kept for leaf in given):
                 return func(*args, **kwargs)
             keep = partial(self.kept.add, is_written=handling is Handling.WRITE)
@@ -715,6 +726,8 @@ def innermost(value: Tensor) -> Tensor:
 
 
 _MEANS = {F.cross_entropy, F.nll_loss}
+# Where a batch has more than tensors, what these make of texts or of Python's numbers may be rows.
+_MADE_OF_PYTHON = {"tensor", "as_tensor", "asarray"}
 
 _recording: list[LossRecorder] = []  # those that are on torch's stack of modes
 _stances: list[Any] = []  # torch.compile's, while somebody records

@@ -62,7 +62,7 @@ def refuse_mixing(
         again, so that ranks can tell whether they have one data set. Nothing draws it.
 
     Raises:
-        BadInput: A row does; naming the part of the batch.
+        BadInput: A row does; naming the part of the batch. Or no records can be tried.
     """
     num_records = len(dataset)  # type: ignore[arg-type]
     settings = settings | {
@@ -72,6 +72,7 @@ def refuse_mixing(
         "pin_memory": False,
         "timeout": 0,
     }
+    failed: list[tuple[list[int], Exception]] = []
     for shift in (0, 1):  # other records, should one of the first not be readable
         wanted = min(NUM_ROWS + 1, num_records - shift)
         if wanted < 2:
@@ -81,7 +82,8 @@ def refuse_mixing(
         probes = DataLoader(dataset, batch_sampler=[ids * 2], generator=workers_seed, **settings)
         try:
             ((found, digests),) = probes
-        except Exception:  # what cannot be read or collated is told of when it is drawn
+        except Exception as error:  # a record that cannot be read is told of when it is drawn
+            failed.append((ids, error))
             continue
         if found is not None:
             raise BadInput(
@@ -91,7 +93,12 @@ def refuse_mixing(
                 "the batch in collate_fn), or mix augmentations of one record in the data set"
             )
         return digests
-    return {}
+    (ids, error), *_ = failed
+    raise BadInput(
+        f"whether collate_fn mixes records cannot be tried: with records {ids[:-1]} of the data "
+        f"set, or their neighbours, it ends in {type(error).__name__}: {str(error)[:200]}. Remedy: "
+        "let every record be readable, and collate_fn take any number of records"
+    ) from error
 
 
 class MixingProbe:
@@ -132,10 +139,7 @@ class MixingProbe:
                     if new_shapes != shapes:  # padded to another length: the row shape's business
                         continue
                     if new_after != after:
-                        return (
-                            None,
-                            digests,
-                        )  # records say how often is drawn: the next ones' draws move
+                        return None, digests  # records say how often is drawn: later draws move
                     names = [name for name in columns if name not in unstable]
                     if found or _mixed_part(columns, new_columns, names, place) is None:
                         continue
@@ -152,7 +156,7 @@ class MixingProbe:
     def _collate(self, records: list[Any]) -> Any:
         # A collate function may take its records apart. Some cannot be copied, such as open files.
         with suppress(Exception):
-            records = copy.deepcopy(records)
+            records = [copy.deepcopy(each) for each in records]  # the same one may come twice
         return self._collate_fn(records)
 
     def _seeded(

@@ -393,8 +393,9 @@ def param_groups(
 
 
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-# Optimizers of sharded tensors by group: all ranks come to their first steps in one order.
-_num_watched: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+# Optimizers of sharded tensors by ranks, which come to their first steps in one order. Not by group:
+# one that is made anew may have the store of the one before.
+_num_watched: Counter[str] = Counter()
 
 
 @functools.cache
@@ -417,8 +418,10 @@ def _look_once(optimizer: Optimizer, *_: Any) -> None:
             )
     group = next((e.placement.ranks.group for e in parameters if type(e) is ShardedTensor), None)
     if group is not None:
-        number = _num_watched[group] = _num_watched.get(group, 0) + 1
-        compare = partial(_compare_settings, itertools.count(1), group, number)
+        members = "-".join(map(str, dist.get_process_group_ranks(group)))
+        _num_watched[members] += 1
+        of_optimizer = f"unison/optimizer/{members}/{_num_watched[members]}"
+        compare = partial(_compare_settings, itertools.count(1), of_optimizer)
         optimizer.register_step_pre_hook(compare)
         compare(optimizer)
     if any(map(is_piece, parameters)):
@@ -428,9 +431,7 @@ def _look_once(optimizer: Optimizer, *_: Any) -> None:
     _seen.add(optimizer)
 
 
-def _compare_settings(
-    steps: Iterator[int], ranks: dist.ProcessGroup, number: int, optimizer: Optimizer, *_: Any
-) -> None:
+def _compare_settings(steps: Iterator[int], key: str, optimizer: Optimizer, *_: Any) -> None:
     """Refuse settings that another rank has not, in steps 1, 2, 4, 8, …; nobody waits for it.
 
     Raises:
@@ -448,17 +449,16 @@ def _compare_settings(
         return repr(value) if isinstance(value, int | float | str | tuple) else None
 
     own = [{name: shown(each) for name, each in g.items()} for g in optimizer.param_groups]
-    members = "-".join(map(str, dist.get_process_group_ranks(ranks)))
-    key = f"unison/optimizer/{members}/{number}/{step}"
-    first = dist.distributed_c10d._get_default_store().compare_set(key, "", json.dumps(own))
+    store = dist.distributed_c10d._get_default_store()
+    first = store.compare_set(f"{key}/{step}", "", json.dumps(own))
     for there, here in itertools.zip_longest(json.loads(first), own, fillvalue={}):
         for name in {**there, **here}:
             if there.get(name) != here.get(name):
                 others, mine = (str(each.get(name))[:200] for each in (there, here))
                 raise BadInput(
                     f"{name} of {type(optimizer).__name__} differs between ranks, which hold parts "
-                    f"of the same parameters: {others} and, on rank {dist.get_rank()}, {mine}. Give "
-                    "all ranks the same, and schedulers numbers that are the same on all ranks (a "
+                    f"of the same parameters: {others} and, on rank {dist.get_rank()}, {mine}. "
+                    "Give all ranks the same, and schedulers numbers that are so, too (a "
                     "loss after all_reduce, not a rank's own)"
                 )
 
