@@ -378,8 +378,9 @@ def refuse_gradient(name: str, _: Tensor) -> None:
     """Raise for a gradient that reaches a parameter itself; a hook of tensors."""
     raise UnsupportedOperation(
         f"a gradient reached {name!r} itself, where it would be neither clipped nor noised. It "
-        "came from a pass in evaluation mode, from a custom autograd.Function, or from code that "
-        "took the parameter from parameters(), state_dict() or a list of its own. Train in "
-        "training mode, use torch functions on the module's attribute (self.layer.weight), and "
-        "take gradients of rows by torch.autograd.grad(loss, rows)"
+        "came from a pass in evaluation mode, from a layer that was called without the module, "
+        "from a custom autograd.Function, or from code that took the parameter from parameters(), "
+        "state_dict() or a list of its own. Call the module itself in training mode, use torch "
+        "functions on the module's attribute (self.layer.weight), and take gradients of rows by "
+        "torch.autograd.grad(loss, rows)"
     )

@@ -393,8 +393,8 @@ def param_groups(
 
 
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-# Optimizers of sharded tensors by ranks, which come to their first steps in one order. Not by group:
-# one that is made anew may have the store of the one before.
+# Optimizers of sharded tensors by ranks, which come to their first steps in one order. Not by
+# group: one that is made anew may have the store of the one before.
 _num_watched: Counter[str] = Counter()
 
 
