@@ -484,11 +484,18 @@ def _warn_of_outside(optimizer: Optimizer, parameters: list[Tensor]) -> None:
 
 def _adopt_flat_state(optimizer: Optimizer) -> None:
     """Take over state of whole parameters, or of one dimension, as it was while pieces had one."""
+    # A single number of a parameter that is one, too, may be a moment or a count of steps.
+    moments = {
+        key
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape
+    }
     for parameter, state in optimizer.state.items():
         if not is_piece(parameter):
             continue
         for key, value in state.items():
-            if type(value) is not Tensor or value.ndim == 0:
+            if type(value) is not Tensor or not (value.ndim or key in moments):
                 continue
             if isinstance(parameter, ShardedTensor) and value.shape == parameter.shape:
                 state[key] = shard_of(value, parameter.placement)  # another's state_dict()
