@@ -307,6 +307,29 @@ def test_a_rank_that_is_alone_raises_and_names_the_line(name):
     assert "call it on every rank" in message
 
 
+@ranks(1, 2)
+def test_the_state_of_an_optimizer_of_whole_parameters_is_taken(world):
+    """Of a run on one process, by `optimizer.load_state_dict`, before the first step and later."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.1) * parameter.detach()
+        optimizer.step()
+
+    for num_steps in (0, 1):
+        plain, model = make_mlp(), sharded_mlp()
+        adams = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (plain, model)]
+        step(plain, adams[0])
+        for _ in range(num_steps):
+            step(model, adams[1])
+        model.load_state_dict(plain.state_dict())
+        adams[1].load_state_dict(copy.deepcopy(adams[0].state_dict()))
+        step(plain, adams[0])
+        step(model, adams[1])
+        state = full_state_dict(model)
+        assert all(torch.equal(state[key], each) for key, each in plain.state_dict().items())
+
+
 @pytest.mark.parametrize("what", ["lr", "params"])
 @ranks(2)
 def test_optimizers_that_differ_between_ranks_are_refused(world, what):

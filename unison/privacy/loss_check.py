@@ -208,8 +208,8 @@ class LossCheck:
                 mixed.update(each.outs)
         if not mixed.isdisjoint(tape.inputs):
             _refuse(
-                "what the module is given is made of an earlier step's data, of what other ranks "
-                "sent, or of what torch.func or a backward pass of its own made of the batch, so "
+                "what the module is given is made of an earlier step's data, or of what torch.func "
+                "or a backward pass of its own made of the batch, or of what other ranks sent, so "
                 "that other rows change it",
                 "Make it of this batch by torch functions, or in the data set or in collate_fn; "
                 "gradients of rows by torch.autograd.grad(loss, rows), with a copy of the module "

@@ -29,7 +29,7 @@ from unison.shard.flat_group import (
     is_piece,
 )
 from unison.shard.ranks import DONE, Axes, Work
-from unison.shard.sharded_tensor import ShardedTensor, show_shards
+from unison.shard.sharded_tensor import ShardedTensor, shard_of, show_shards
 from unison.shard.unit import TAKEN_BY, UNIT_ATTRIBUTE, Unit, unit_of, units_of
 from unison.torch_internals import canonical_name, has_values, is_dtensor
 
@@ -455,11 +455,12 @@ def _compare_settings(steps: Iterator[int], key: str, optimizer: Optimizer, *_: 
         for name in {**there, **here}:
             if there.get(name) != here.get(name):
                 others, mine = (str(each.get(name))[:200] for each in (there, here))
+                what = f"{name} of {type(optimizer).__name__}"
                 raise BadInput(
-                    f"{name} of {type(optimizer).__name__} differs between ranks, which hold parts "
-                    f"of the same parameters: {others} and, on rank {dist.get_rank()}, {mine}. "
-                    "Give all ranks the same, and schedulers numbers that are so, too (a "
-                    "loss after all_reduce, not a rank's own)"
+                    f"{what} differs between ranks, which hold parts of the same parameters: "
+                    f"{others} and, on rank {dist.get_rank()}, {mine}. Give all the same, and "
+                    "schedulers numbers that are the same on all ranks (a loss after all_reduce, "
+                    "not a rank's own)"
                 )
 
 
@@ -482,14 +483,25 @@ def _warn_of_outside(optimizer: Optimizer, parameters: list[Tensor]) -> None:
 
 
 def _adopt_flat_state(optimizer: Optimizer) -> None:
-    """Take over state of one dimension, as it was while pieces had one."""
+    """Take over state of whole parameters, or of one dimension, as it was while pieces had one."""
+    # A single number of a parameter that is one, too, may be a moment or a count of steps.
+    moments = {
+        key
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape
+    }
     for parameter, state in optimizer.state.items():
         if not is_piece(parameter):
             continue
         for key, value in state.items():
-            if type(value) is not Tensor or value.ndim != 1:
+            if type(value) is not Tensor or not (value.ndim or key in moments):
                 continue
-            if isinstance(parameter, ShardedTensor) and value.shape == parameter.local.shape:
+            if isinstance(parameter, ShardedTensor) and value.shape == parameter.shape:
+                state[key] = shard_of(value, parameter.placement)  # another's state_dict()
+            elif value.ndim != 1:
+                continue
+            elif isinstance(parameter, ShardedTensor) and value.shape == parameter.local.shape:
                 state[key] = ShardedTensor(value, parameter.placement)
             elif value.shape != parameter.shape and value.numel() == parameter.numel():
                 state[key] = value.view(parameter.shape)
