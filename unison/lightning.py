@@ -28,6 +28,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from unison.config import Privacy
@@ -38,6 +39,7 @@ from unison.privacy import (
     PrivateLoader,
     attach,
     is_public,
+    refuse_training_rows,
     resized,
     sampling_for,
     steps_per_epoch,
@@ -80,6 +82,7 @@ class PrivacyCallback(Callback):
         self._settings = {**settings, "max_physical_batch_size": max_physical_batch_size}
         self.engine: PrivacyEngine | None = None
         self._state: Mapping[str, Any] | None = None  # of a checkpoint
+        self._last: Mapping[str, Any] = {}  # of the run that has ended
         self._loader: PrivateLoader | None = None
         self._batches: Iterator[Any] = iter(())  # of all epochs
         self._has_told = False  # that figures of training are not written
@@ -170,6 +173,12 @@ class PrivacyCallback(Callback):
             trainer.lightning_module.print(f"training ends here: {error}")
             return None
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse to validate on rows that are trained on, as far as that can be seen."""
+        if trainer.state.fn == "fit":
+            for each in tree_leaves(trainer.val_dataloaders):
+                refuse_training_rows(getattr(each, "dataset", None), self._data.dataset)
+
     def _training_step(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, *args: Any
     ) -> Any:
@@ -234,7 +243,7 @@ class PrivacyCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of privacy; never a key."""
-        return {} if self.engine is None else self.engine.state_dict()
+        return dict(self._last) if self.engine is None else self.engine.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint, once training starts."""
@@ -247,6 +256,7 @@ class PrivacyCallback(Callback):
         for name in ("training_step", "log"):
             vars(pl_module).pop(name, None)
         self._loader.abandon()
+        self._last = self.engine.state_dict()  # for trainer.save_checkpoint, after fit
         self.engine.detach()
         self.engine = self._loader = self._state = None
         self._batches = iter(())

@@ -9,11 +9,14 @@ from torch.nn.functional import cross_entropy
 
 pytest.importorskip("accelerate")
 
+from accelerate.utils import DataLoaderConfiguration
+
 import unison
 from tests.harness import oracle
 from tests.harness.ranks import ranks
 from tests.hf.common import accelerator, arguments
 from tests.privacy.common import attach, loader, losses, make_model
+from unison.privacy.arguments import unprepared
 
 ORDERS = {
     "all before": ("module optimizer loader", ""),
@@ -115,6 +118,12 @@ def test_the_first_step_is_the_clipped_sum_of_single_rows():
                 each.grad.double() * 12, expected[name], rtol=1e-6, atol=1e-7
             )
         engine.detach()
+
+
+def test_a_loader_whose_batches_are_dispatched_has_the_size_of_all_processes():
+    with accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True)) as each:
+        prepared = each.prepare(loader(12))
+        assert unprepared(prepared).batch_size == 12
 
 
 def test_accumulation_is_refused_with_the_remedy():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 pytest.importorskip("lightning")
 
@@ -299,6 +299,31 @@ class Remembers(Net):
 class SecondOrder(Net):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters())
+
+
+class Validates(Net):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("loss", cross_entropy(self.net(batch[0]), batch[1]))
+
+
+def test_rows_that_are_trained_on_are_not_validated_on(tmp_path):
+    trained = TensorDataset(*data())
+    loaders = [DataLoader(TensorDataset(*data())), DataLoader(Subset(trained, [0]))]
+    model = Validates()
+    model.val_dataloader = lambda: loaders
+    with pytest.raises(unison.BadInput, match="rows that are trained on"):
+        fit(tmp_path, model, rows=trained)
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_a_checkpoint_that_is_saved_after_the_run_goes_on(tmp_path):
+    whole, parts, again = Net(), Net(), Net()
+    fit(tmp_path / "whole", whole)
+    trainer = fit(tmp_path / "parts", parts, max_steps=2)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    fit(tmp_path / "parts", again, checkpoint=tmp_path / "saved.ckpt")
+    for mine, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_a_loop_that_is_not_private_gets_no_rows(tmp_path, monkeypatch):

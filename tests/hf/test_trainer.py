@@ -11,6 +11,7 @@ import torch.nn.functional as F
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
+from datasets import Dataset, concatenate_datasets
 from dp_accounting import rdp
 from peft import (
     IA3Config,
@@ -21,8 +22,16 @@ from peft import (
     get_peft_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import Subset
-from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    default_data_collator,
+)
 
 import unison
 from tests.harness.ranks import ranks
@@ -48,7 +57,9 @@ from tests.hf.common import (
 )
 from tests.privacy.accounts import sampled, times
 from unison.hf import PrivateTrainer
-from unison.hf.trainer import _are_sharded
+from unison.hf.trainer import RowCollator, _are_sharded
+from unison.models import per_sample_loss
+from unison.privacy import refuse_training_rows
 from unison.privacy.mechanism import sensitivity_factor
 
 # TrainingArguments asks for what this machine has; nothing of it is ours.
@@ -394,6 +405,7 @@ def test_training_ends_at_the_budget(tmp_path):
 REFUSED = {
     "fp16": ({"fp16": True}, "use bf16=True"),
     "tokens": ({"include_num_input_tokens_seen": "all"}, "tokens of drawn rows are private"),
+    "signals": ({"enable_jit_checkpoint": True}, "in the midst of a step"),
     "smoothing": ({"label_smoothing_factor": 0.1}, "divides by a count over all rows"),
     "batch size": ({"auto_find_batch_size": True}, "spent again"),
     "order": ({"train_sampling_strategy": "group_by_length"}, "how rows are drawn"),
@@ -408,6 +420,196 @@ def test_arguments_that_contradict_privacy_are_refused(case, tmp_path):
         setattr(args, name, value)
     with pytest.raises(unison.UnsupportedOperation, match=message):
         PrivateTrainer(model=llama(), args=args, train_dataset=rows(), privacy=privacy())
+
+
+class Threefold(Trainer):
+    """A loss of its own, as users write it."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits, labels = model(input_ids=inputs["input_ids"]).logits, inputs["labels"]
+        loss = 3 * per_sample_loss(logits[:, :-1], labels[:, 1:]).mean()
+        self.log({"mine": loss.item()})
+        return loss
+
+
+class PrivateThreefold(PrivateTrainer, Threefold):
+    pass
+
+
+class OwnStep(PrivateTrainer):
+    """A training step of its own, written out."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        inputs = self._prepare_inputs(inputs)
+        loss = 3 * self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def loose():
+    """Without noise, and hardly clipped: lengths of gradients show."""
+    found = silent()
+    object.__setattr__(found, "max_grad_norm", 1e3)
+    return found
+
+
+@pytest.mark.parametrize("cls", [PrivateThreefold, OwnStep])
+def test_losses_and_steps_of_other_classes_are_called_for_every_pass(cls, tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.hf.common.CLIP_NORM", 1e3)
+    data, seen, model = rows(), Gradients(), llama()
+    expected = clipped_mean(model, drawn(data, 8), 8)
+    trainer = cls(
+        model=model,
+        args=arguments(tmp_path, max_steps=1),
+        train_dataset=data,
+        privacy=loose(),
+        max_length=MAX_LENGTH,
+        callbacks=[seen],
+    )
+    if cls is OwnStep:
+        train(trainer)
+    else:
+        with pytest.warns(UserWarning, match="mine, and what else is logged in training steps"):
+            train(trainer)
+    assert error_of(seen.found, {name: 3 * each for name, each in expected.items()}) < 1e-6
+    assert "training_step" not in vars(trainer)
+    assert not any("mine" in each for each in trainer.state.log_history)
+
+
+def gpt2():
+    torch.manual_seed(0)
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts))
+
+
+@pytest.mark.parametrize("make", [gpt2, bert])
+def test_models_whose_class_does_not_tell_their_loss_and_rows_without_masks(make, tmp_path):
+    data = rows("completion" if make is gpt2 else "class")
+    data = [{name: each[name] for name in ("input_ids", "labels")} for each in data]
+    seen, model = Gradients(), make()
+    expected = clipped_mean(model, drawn(data, 8), 8)
+    trainer = PrivateTrainer(
+        model=model,
+        args=arguments(tmp_path, max_steps=1),
+        train_dataset=data,
+        privacy=silent(),
+        max_length=MAX_LENGTH + 3,
+        callbacks=[seen],
+    )
+    trainer.get_train_dataloader()  # as users do, to count batches
+    train(trainer)
+    assert error_of(seen.found, expected) < 1e-6
+
+
+class Regularised(LlamaForCausalLM):
+    """Adds a term of the outputs to its loss."""
+
+    def forward(self, input_ids, labels=None):
+        found = super().forward(input_ids, labels=labels)
+        if found.loss is not None:
+            found.loss = found.loss + found.logits.square().mean()
+        return found
+
+
+def test_a_loss_with_more_than_its_tokens_is_not_replaced(tmp_path):
+    config = llama().config
+    for num_labels in (9, 5):
+        ids = torch.randint(1, VOCAB, (40, 9))
+        labels = ids.clone()
+        labels[1, :-num_labels] = -100
+        data = [{"input_ids": i, "labels": each} for i, each in zip(ids, labels, strict=True)]
+        trainer = PrivateTrainer(
+            model=Regularised(config),
+            args=arguments(tmp_path, max_steps=1, gradient_accumulation_steps=10),
+            train_dataset=data,
+            privacy=privacy(),
+        )
+        if num_labels == 9:
+            train(trainer)
+            assert trainer._is_shifted is None
+        else:
+            with pytest.raises(unison.UnsupportedOperation, match="all labelled tokens"):
+                train(trainer)
+
+
+def counted(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+
+def summed(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits, labels, reduction="sum")
+
+
+def test_losses_over_the_batch_are_refused_with_what_to_do(tmp_path):
+    def trained(loss, **settings):
+        trainer = PrivateTrainer(
+            model=bert(),
+            args=arguments(tmp_path, max_steps=1),
+            train_dataset=rows("class"),
+            privacy=privacy(),
+            max_length=MAX_LENGTH,
+            compute_loss_func=loss,
+            **settings,
+        )
+        return train(trainer)
+
+    with pytest.raises(unison.BadInput, match="num_items_in_batch, which is None"):
+        trained(counted)
+    with pytest.raises(unison.UnsupportedOperation, match=r"make_private\(loss_reduction='sum'"):
+        trained(summed)
+    assert trained(summed, make_private={"loss_reduction": "sum"}).global_step == 1
+
+
+def test_columns_are_joined_by_what_they_are():
+    def joined(records, max_length=6):
+        return RowCollator(default_data_collator, max_length, 0, takes_mask=True)(records)
+
+    choices = [{"input_ids": torch.ones(3, size, dtype=torch.long)} for size in (3, 5)]
+    assert joined(choices)["attention_mask"].sum(2).tolist() == [[3] * 3, [5] * 3]
+    ids = [torch.ones(size, dtype=torch.long) for size in (2, 4)]
+    found = joined([{"input_ids": i, "weights": torch.ones(len(i))} for i in ids])
+    assert found["weights"].tolist() == [[1.0] * 2 + [0.0] * 4, [1.0] * 4 + [0.0] * 2]
+    with pytest.raises(unison.BadInput, match="is for what has one entry per token"):
+        joined([{"sound": torch.ones(size)} for size in (2, 3)])
+
+    def collate(records):
+        return {"x": {"a": records[0]}, "return_loss": True, "longest": records[0].numel()}
+
+    parts = [torch.ones(1, 2), torch.zeros(1, 2)]
+    found = RowCollator(collate, None, 0)(parts)
+    assert (found["x"]["a"].shape, found["return_loss"]) == ((2, 2), True)
+    with pytest.raises(unison.BadInput, match="makes 'longest' of the records"):
+        RowCollator(collate, None, 0)([*parts, torch.ones(2, 2)])
+    with pytest.raises(unison.BadInput, match="data_collator returned list"):
+        RowCollator(list, None, 0)(parts)
+
+
+def test_rows_that_are_trained_on_are_seen_in_views():
+    data = rows(num_rows=20)
+    table = Dataset.from_list([{"labels": each["labels"].tolist()} for each in data])
+    shuffled = table.shuffle(seed=1)
+    apart = [
+        (shuffled.select(range(15)), shuffled.select(range(15, 20))),
+        (table.select(range(15)), table.select(range(15, 20))),
+        (Subset(data, range(15)), Subset(data, range(15, 20))),
+        (data, rows(num_rows=20)),
+        (TensorDataset(torch.zeros(3)), TensorDataset(torch.zeros(3))),
+    ]
+    for trained, evaluated in apart:
+        refuse_training_rows({"held out": evaluated}, trained)
+    tensors = TensorDataset(torch.zeros(3))
+    same = [
+        (table, shuffled.select(range(3))),
+        (table.select(range(15)), table.select(range(14, 20))),
+        (shuffled, concatenate_datasets([table])),
+        (Subset(data, range(15)), data),
+        (Subset(tensors, [0, 1]), Subset(tensors, [1, 2])),
+        (ConcatDataset([tensors, apart[-1][0]]), tensors),
+    ]
+    for trained, evaluated in same:
+        with pytest.raises(unison.BadInput, match="rows that are trained on"):
+            refuse_training_rows(evaluated, trained)
 
 
 def test_data_that_contradict_privacy_are_refused_before_anything_is_spent(tmp_path):

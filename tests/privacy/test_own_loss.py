@@ -69,6 +69,36 @@ def test_an_uneven_loss_of_its_own_is_refused():
     assert engine.ledger.num_intents == 0
 
 
+class Summed(nn.Module):
+    """Returns logits with a loss of its own: a sum over rows, or a mean."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.layer, self.reduction = nn.Linear(6, 3), reduction
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.layer(x)
+        return nn.functional.cross_entropy(logits, y, reduction=self.reduction), logits
+
+
+@pytest.mark.parametrize("own", ["sum", "mean"])
+def test_a_sum_of_its_own_is_no_mean(own):
+    data = TensorDataset(torch.randn(24, 6), torch.arange(24) % 3)
+    settings = {"data_loader": DataLoader(data, batch_size=6), "noise_multiplier": 0.0}
+    other = "mean" if own == "sum" else "sum"
+    engine, module, _, private = attach(Summed(own), loss_reduction=other, **settings)
+    batch = next(iter(private))
+    with pytest.raises(UnsupportedOperation, match=f"is a {own} over rows and was said to be"):
+        module(*batch)[0].backward()
+    assert engine.ledger.num_intents == 0
+    for said, factor in ((own, 1), (other, 1 / 5 if own == "sum" else 5)):
+        _, module, _, private = attach(Summed(own), loss_reduction=said, **settings)
+        x, y = next(iter(private))
+        assert len(x) == 5
+        (module(x, y)[0] * factor).backward()
+        assert module.layer.weight.grad is not None
+
+
 def test_a_loss_of_the_logits_may_be_uneven():
     _, module, _, private = attach_gpt2("auto")
     (ids,) = next(iter(private))

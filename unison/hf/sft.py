@@ -16,6 +16,8 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
     several documents, so that no row is one record: `packing` and `padding_free` are refused.
     """
 
+    _usual_losses = (*PrivateTrainer._usual_losses, SFTTrainer.compute_loss)
+
     def __init__(self, *args: Any, **settings: Any) -> None:
         config = settings.get("args") or next((each for each in args[1:2]), None)
         refusals = {

@@ -2,8 +2,8 @@
 
 One step of the Trainer is one logical batch. What the Trainer takes for its data loader only counts
 steps; `get_batch_samples`, by which the Trainer asks for the batches of a step, draws a logical
-batch, and `training_step` runs its passes. All else (schedules, logging, evaluation, checkpoints)
-is the Trainer's own, and counts steps as it always does.
+batch, whose passes go through `training_step` one by one. All else (schedules, logging, evaluation,
+checkpoints) is the Trainer's own, and counts steps as it always does.
 
 What is written to files is covered by ε: the loss of training rows, counts of their tokens and the
 size of a draw are not, and are left out.
@@ -17,6 +17,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from transformers import Trainer, TrainingArguments
-from transformers.loss.loss_utils import (
-    LOSS_MAPPING,
-    ForCausalLMLoss,
-    ForMaskedLMLoss,
-    ForTokenClassification,
-)
 from transformers.trainer_utils import TrainOutput
 
 from unison.config import Privacy
@@ -46,6 +41,8 @@ from unison.privacy import (
     PrivacyEngine,
     PrivateLoader,
     attach,
+    is_public,
+    refuse_training_rows,
     resized,
     sampling_for,
     steps_per_epoch,
@@ -68,7 +65,7 @@ _WEIGHTS = {  # what a checkpoint may hold a model as: a pickle -> what is read 
     "adapter_model.bin": "adapter_model.safetensors",
 }
 _IGNORED = -100  # a label that losses leave out
-_LOSSES_OF_TOKENS = (ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification)
+_NUM_TRIED = 8  # records by which the loss of a model is recognised
 _UNCOVERED = ("loss", "train_loss", "total_flos")  # what the Trainer logs of training rows
 
 MAX_EPSILONS = 20  # of a run, while it goes on: one by PLD takes a second
@@ -85,7 +82,7 @@ class PrivateTrainer(Trainer):
     logical batches. `max_grad_norm` of the arguments clips the noisy gradient, as it does any.
 
     A class that derives from it and then from another Trainer, such as TRL's, has that one's steps
-    made private.
+    made private. A `compute_loss` or `training_step` of your own is called for every pass.
 
     Guarantees:
         One step of the optimizer is one logical batch, one intent and one commit in the ledger. A
@@ -99,6 +96,7 @@ class PrivateTrainer(Trainer):
             steps, and is a budget: training ends before a step that would pass it.
         max_length: Tokens that every row is cut or padded to; without it rows must come at one
             length. It must be public: not the length of the longest record.
+        make_private: Other arguments of `PrivacyEngine.make_private`, such as `loss_reduction`.
         settings: The Trainer's own arguments, by name.
 
     Raises:
@@ -112,8 +110,16 @@ class PrivateTrainer(Trainer):
     lr_scheduler: Any
     train_dataset: Any
 
+    # Losses that `compute_loss` here stands in for.
+    _usual_losses: tuple[Callable[..., Any], ...] = (Trainer.compute_loss,)
+
     def __init__(
-        self, *args: Any, privacy: Privacy, max_length: int | None = None, **settings: Any
+        self,
+        *args: Any,
+        privacy: Privacy,
+        max_length: int | None = None,
+        make_private: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
         if not isinstance(privacy, Privacy):
             raise BadInput(f"privacy must be a unison.Privacy(...), found {privacy!r}")
@@ -130,11 +136,14 @@ class PrivateTrainer(Trainer):
                 "which columns it takes: give it the model itself, and "
                 "TrainingArguments(torch_compile=True), or call model.compile()"
             )
-        _refuse_training_rows(given.get("eval_dataset"), given.get("train_dataset"))
+        refuse_training_rows(given.get("eval_dataset"), given.get("train_dataset"))
         super().__init__(*args, **settings)
         self.privacy = privacy
         self._max_length = max_length or getattr(self.args, "max_length", None)  # TRL's have one
+        self._make_private = dict(make_private or {})
         self._batch_size = 0  # of a logical batch, while a run goes on
+        self._is_shifted: bool | None = None  # whether a token predicts the next; None: no tokens
+        self._is_in_step = self._has_told = False  # that figures of training rows are not logged
         self._epsilon, self._epsilon_step = 0.0, 0  # as computed last, and after which step
         self._engine: PrivacyEngine | None = None
         self._loader: PrivateLoader | None = None
@@ -167,10 +176,16 @@ class PrivateTrainer(Trainer):
         # The passes of a logical batch are the accumulation; the Trainer sees one batch a step.
         self.args = copy.copy(users)
         self.args.gradient_accumulation_steps = 1
+        kept = vars(self).get("training_step")
+        # What a class of the user's overrides is a step of one pass, here as in the Trainer.
+        self.training_step = partial(self._train_on_passes, self.training_step)  # type: ignore[assignment]
         try:
             return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
         finally:
             self.args = users
+            del self.training_step
+            if kept is not None:
+                self.training_step = kept
             if self._engine is not None and self._loader is not None:
                 self._loader.abandon()
                 self._engine.detach()
@@ -178,8 +193,13 @@ class PrivateTrainer(Trainer):
             self._batches, self._batch_size = iter(()), 0
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader that counts steps: one number for every logical batch of an epoch."""
+        """Return a loader that counts steps: one number for every logical batch of an epoch.
+
+        While no run goes on it is the Trainer's own: the rows, as they would be without privacy.
+        """
         theirs = super().get_train_dataloader()
+        if not self._batch_size:
+            return theirs
         tokenizer, config = self.processing_class, getattr(self.model, "config", None)
         padding = getattr(tokenizer, "pad_token_id", None)
         padding = getattr(config, "pad_token_id", None) if padding is None else padding
@@ -189,7 +209,12 @@ class PrivateTrainer(Trainer):
             self._batch_size,
             RandomSampler(theirs.dataset),  # type: ignore[arg-type]
             drop_last=is_shuffled or self.args.dataloader_drop_last,
-            collate_fn=RowCollator(theirs.collate_fn, self._max_length, padding or 0),
+            collate_fn=RowCollator(
+                theirs.collate_fn,
+                self._max_length,
+                padding or 0,
+                takes_mask="attention_mask" in inspect.signature(self._base.forward).parameters,
+            ),
         )
         sampling = sampling_for(self.privacy, self._batch_size, len(theirs.dataset))  # type: ignore[arg-type]
         return DataLoader(range(steps_per_epoch(sampling)))  # type: ignore[arg-type]
@@ -197,12 +222,12 @@ class PrivateTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """As the Trainer's; rows that are trained on are refused."""
         is_named = eval_dataset is None or isinstance(eval_dataset, str)  # given, and looked at
-        _refuse_training_rows(None if is_named else eval_dataset, self.train_dataset)
+        refuse_training_rows(None if is_named else eval_dataset, self.train_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """As the Trainer's; rows that are trained on are refused."""
-        _refuse_training_rows(test_dataset, self.train_dataset)
+        refuse_training_rows(test_dataset, self.train_dataset)
         return super().get_test_dataloader(test_dataset)
 
     def _prepare_for_training(
@@ -217,6 +242,8 @@ class PrivateTrainer(Trainer):
             )
         finally:
             self.is_distributed_loading_by_transformers = False
+        self._is_shifted = self._recognised_loss()
+        settings = {"max_physical_batch_size": self.args.per_device_train_batch_size}
         self._engine, self._loader = attach(
             self.privacy,
             module=prepared[0],
@@ -225,7 +252,7 @@ class PrivateTrainer(Trainer):
             steps=max_steps,
             seed=self.args.seed,
             ledger=Path(self.args.output_dir) / LEDGER_FILE,
-            max_physical_batch_size=self.args.per_device_train_batch_size,
+            **settings | self._make_private,
         )
         self._batches = chain.from_iterable(repeat(self._loader))
         if resume_from_checkpoint is not None:
@@ -350,16 +377,24 @@ class PrivateTrainer(Trainer):
         while self._loader.is_open:
             yield next(self._batches)
 
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    def _train_on_passes(
+        self,
+        training_step: Callable[..., Tensor],
+        model: nn.Module,
+        passes: Iterator[Any],
+        num_items_in_batch: None = None,
     ) -> Tensor:
         """Run the passes of a logical batch; the gradients are there, with noise, after the last.
 
         Returns:
             Zero: no ε covers the loss of training rows, and the Trainer would write it to files.
         """
-        for batch in inputs:
-            super().training_step(model, batch)
+        self._is_in_step = True
+        try:
+            for batch in passes:
+                training_step(model, batch, num_items_in_batch)
+        finally:
+            self._is_in_step = False
         assert self._loader is not None
         self._loader.leave()  # what comes until the next step is not followed
         return torch.zeros((), device=self.args.device)
@@ -374,40 +409,106 @@ class PrivateTrainer(Trainer):
         """Return the mean over rows of each row's own mean; in evaluation, the Trainer's own loss.
 
         Models of transformers divide by the number of labels in the batch, which other rows change.
-        Losses that are not of tokens are the model's own, and `compute_loss_func` is the user's:
-        the engine looks at either, and refuses one in which rows mix.
+        A loss that is not the mean over a row's tokens is the model's own, and `compute_loss_func`,
+        or the `compute_loss` of another class, is the user's: the engine looks at each of them, and
+        refuses one in which rows mix.
         """
+        theirs: Any = super().compute_loss
+        if not model.training or theirs.__func__ not in self._usual_losses:
+            return theirs(model, inputs, return_outputs)
         labels: Any = inputs.get("labels")
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        kind = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "")
-        is_of_tokens = torch.is_tensor(labels) and labels.ndim == 2 and kind in _LOSSES_OF_TOKENS
-        if not model.training:
-            return super().compute_loss(model, inputs, return_outputs)
+        is_of_tokens = torch.is_tensor(labels) and labels.ndim == 2 and self._is_shifted is not None
         if self.compute_loss_func is not None or not is_of_tokens:
-            # The Trainer's own: TRL's would run the model twice, and log what it finds.
-            return Trainer.compute_loss(self, model, inputs, return_outputs)  # type: ignore[arg-type]
-        is_encoder_decoder = getattr(base.config, "is_encoder_decoder", False)
-        if not is_encoder_decoder:  # those make their decoder's inputs from labels
+            try:
+                # The Trainer's own: TRL's would run the model twice, and log what it finds.
+                return Trainer.compute_loss(self, model, inputs, return_outputs)  # type: ignore[arg-type]
+            except TypeError as error:
+                if self.compute_loss_func is None or "NoneType" not in str(error):
+                    raise
+                raise BadInput(
+                    "compute_loss_func cannot compute with num_items_in_batch, which is None in "
+                    "private training: divided by a count over all rows of a step, a row's "
+                    f"gradient would depend on the others ({error}). Return the mean over rows of "
+                    "each row's own mean: unison.per_sample_loss(logits, labels).mean()"
+                ) from error
+        if not self._makes_decoder_inputs:
             inputs = {name: each for name, each in inputs.items() if name != "labels"}
         outputs = model(**inputs)
-        losses = token_losses(
-            outputs["logits"] if isinstance(outputs, dict) else outputs[0],
-            labels,
-            is_shifted=kind is ForCausalLMLoss and not is_encoder_decoder,
-        )
+        logits = _logits(outputs, has_loss=self._makes_decoder_inputs)
+        losses = token_losses(logits, labels, is_shifted=bool(self._is_shifted))
         return (losses.mean(), outputs) if return_outputs else losses.mean()
+
+    @property
+    def _base(self) -> nn.Module:
+        """The model, without what PEFT puts around it."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    @property
+    def _makes_decoder_inputs(self) -> bool:
+        """Whether the model makes its decoder's inputs of labels, which it then needs."""
+        return getattr(getattr(self._base, "config", None), "is_encoder_decoder", False)
+
+    def _recognised_loss(self) -> bool | None:
+        """Whether the model's loss of a row is its tokens' mean, of the next tokens or not.
+
+        It is tried, before anything is spent, on a record with labels: what a model adds to the
+        mean (a regulariser, the loss of another head) must not be lost.
+
+        Returns:
+            Whether a token predicts the next one; None if the loss is another one.
+        """
+        kept, was_training = random_state(), self.model.training
+        try:
+            self.model.eval()
+            for index in range(min(_NUM_TRIED, len(self._data.dataset))):  # type: ignore[arg-type]
+                assert self._data.collate_fn is not None
+                given = self._data.collate_fn([self._data.dataset[index]])
+                row: dict[str, Any] = self._prepare_inputs(given)  # type: ignore[arg-type]
+                labels = row.get("labels")
+                if not torch.is_tensor(labels) or labels.ndim != 2 or labels.is_floating_point():
+                    return None
+                if (labels[:, 1:] == _IGNORED).all():
+                    continue
+                with torch.no_grad(), self.compute_loss_context_manager():
+                    outputs = self.model(**row)
+                    logits = _logits(outputs, has_loss=True)
+                    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+                    if loss is None or logits is None or logits.ndim != 3:
+                        return None
+                    # Where both are the same, as of logits that are all zero, most models' comes.
+                    is_usual = not self._makes_decoder_inputs
+                    for is_shifted in (is_usual, not is_usual):
+                        own = token_losses(logits, labels, is_shifted=is_shifted)[0]
+                        if torch.isclose(own.float(), loss.float(), rtol=1e-3, atol=1e-6):
+                            return is_shifted
+                return None
+            return None
+        finally:
+            self.model.train(was_training)
+            set_random_state(kept)
 
     # --- what is told ----------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log what ε covers, and with it σ, and now and then ε and what the budget has left."""
+        if self._is_in_step:
+            if not self._has_told and not all(map(is_public, logs.values())):
+                self._has_told = True
+                warnings.warn(
+                    f"{', '.join(logs)}, and what else is logged in training steps, is not "
+                    "written, since no ε covers figures of training rows. Log figures of held-out "
+                    "rows in evaluation, or self.log({name: unison.public(value)}) what is public",
+                    stacklevel=2,
+                )
+            logs = {name: float(each) for name, each in logs.items() if is_public(each)}
+            return super().log(logs, *args, **kwargs) if logs else None
         is_of_training = any(name in logs for name in _UNCOVERED)
         logs = {name: each for name, each in logs.items() if name not in _UNCOVERED}
         every = -(-self.state.max_steps // MAX_EPSILONS)
         is_due = self.state.global_step >= self._epsilon_step + every or "train_runtime" in logs
         if is_of_training and is_due:
             logs |= self._spent()
-        super().log(logs, *args, **kwargs)
+        return super().log(logs, *args, **kwargs)
 
     def _spent(self) -> dict[str, float]:
         """ε so far, σ, and what is left of the budget."""
@@ -444,6 +545,11 @@ class PrivateTrainer(Trainer):
         return self._batch_size or super().get_total_train_batch_size(args)
 
 
+def _logits(outputs: Any, *, has_loss: bool) -> Any:
+    """What a model returned as logits; a tuple begins with the loss, if there is one."""
+    return outputs.get("logits") if isinstance(outputs, Mapping) else outputs[has_loss]
+
+
 def token_losses(
     logits: Tensor,  # [rows, tokens, vocab]
     labels: Tensor,  # [rows, labels]
@@ -467,13 +573,15 @@ class RowCollator:
         collate: The user's collator.
         max_length: Tokens that rows are cut or padded to; None if they come at one length.
         padding: The token to pad `input_ids` with.
-        shapes: Of a row, by name, as met first.
+        takes_mask: Whether the model takes an `attention_mask`, which padding needs.
+        shapes: Of a row, by name, as met first; or what is none of rows, and must stay the same.
     """
 
     collate: Callable[[list[Any]], Any]
     max_length: int | None
     padding: int
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    takes_mask: bool = False
+    shapes: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, records: Sequence[Any]) -> dict[str, Any]:
         """Return one row for every record."""
@@ -481,20 +589,32 @@ class RowCollator:
         return {name: self._joined(name, [row[name] for row in rows]) for name in rows[0]}
 
     def _row(self, row: Any) -> dict[str, Any]:
+        if not isinstance(row, Mapping):
+            raise BadInput(
+                f"data_collator returned {type(row).__name__}, and a model takes its columns by "
+                "name: return a dict, with one row for each record"
+            )
         if self.max_length is None:
             return dict(row)
-        length = row["input_ids"].shape[-1] if "input_ids" in row else None
-        return {name: self._fitted(name, each, length) for name, each in row.items()}
+        ids = row.get("input_ids")
+        ids = ids if isinstance(ids, Tensor) and ids.ndim > 1 else None
+        if self.takes_mask and ids is not None and "attention_mask" not in row:
+            row = {**row, "attention_mask": torch.ones_like(ids)}
+        return {name: self._fitted(name, each, ids) for name, each in row.items()}
 
-    def _fitted(self, name: str, value: Any, length: int | None) -> Any:
+    def _fitted(self, name: str, value: Any, ids: Tensor | None) -> Any:
         """Cut or pad what has one entry per token [1, ..., tokens, ...]; the rest stays."""
-        if not isinstance(value, Tensor) or value.is_floating_point() or value.ndim < 2:
+        if not isinstance(value, Tensor) or value.ndim < 2:
             return value
-        has_own_length = value.ndim == 2 and (name == "labels" or name.startswith("decoder_"))
-        dims = [dim for dim in range(1, value.ndim) if value.shape[dim] == length]
-        if not dims and not has_own_length:
+        has_prefix = ids is not None and value.shape[: ids.ndim] == ids.shape
+        is_of_tokens = has_prefix
+        if value.is_floating_point():  # neither images nor scores of classes
+            is_of_tokens = has_prefix and value.ndim == 2 and name != "labels"
+        elif value.ndim == 2 and not has_prefix:  # has a length of its own
+            is_of_tokens = name == "labels" or name.startswith("decoder_")
+        if not is_of_tokens:
             return value
-        dim = dims[0] if dims else 1
+        dim = ids.ndim - 1 if ids is not None and has_prefix else 1
         assert self.max_length is not None
         value = value.narrow(dim, 0, min(value.shape[dim], self.max_length))
         missing = [0, 0] * (value.ndim - 1 - dim) + [0, self.max_length - value.shape[dim]]
@@ -502,17 +622,33 @@ class RowCollator:
         return F.pad(value, missing, value=fill.get(name, 0))
 
     def _joined(self, name: str, parts: list[Any]) -> Any:
-        if not isinstance(parts[0], Tensor):
+        first = parts[0]
+        if isinstance(first, Mapping):
+            return {
+                key: self._joined(f"{name}.{key}", [part[key] for part in parts]) for key in first
+            }
+        if isinstance(first, list | tuple | np.ndarray):
             return [each for part in parts for each in part]
-        known = self.shapes.setdefault(name, tuple(parts[0].shape[1:]))
-        for part in parts:
-            if tuple(part.shape[1:]) != known:
+        shapes = [tuple(each.shape[1:]) if isinstance(each, Tensor) else each for each in parts]
+        known = self.shapes.setdefault(name, shapes[0])
+        for shape in shapes:
+            if shape != known and not isinstance(first, Tensor):
                 raise BadInput(
-                    f"rows of {name!r} have shapes {list(known)} and {list(part.shape[1:])}: the "
-                    "longest row of a batch would show in how the others are computed. Give the "
-                    "trainer a public max_length=, which rows are cut or padded to"
+                    f"data_collator makes {name!r} of the records, {known!r} and {shape!r}, and "
+                    "not one row for each: return tensors or lists with a row for each record"
                 )
-        return torch.cat(parts)
+            if shape != known:
+                remedy = (
+                    "Give the trainer a public max_length=, which rows are cut or padded to"
+                    if self.max_length is None
+                    else "max_length= is for what has one entry per token: cut or pad it to one "
+                    "public shape in the data set or the data_collator"
+                )
+                raise BadInput(
+                    f"rows of {name!r} have shapes {list(known)} and {list(shape)}: the longest "
+                    f"row of a batch would show in how the others are computed. {remedy}"
+                )
+        return torch.cat(parts) if isinstance(first, Tensor) else first
 
 
 def _require_file(path: Path) -> Path:
@@ -545,6 +681,11 @@ def _refuse(trainer: Any) -> None:
             args.auto_find_batch_size,
             "steps that are tried again are spent again; lower per_device_train_batch_size and "
             "raise gradient_accumulation_steps, which leaves the logical batch as it is",
+        ),
+        "enable_jit_checkpoint": (
+            args.enable_jit_checkpoint,
+            "it saves in the midst of a step, whose rows are drawn already; leave it out, and set "
+            "save_steps, from which a run goes on",
         ),
         "label_smoothing_factor": (
             args.label_smoothing_factor,
@@ -588,29 +729,6 @@ def _refuse(trainer: Any) -> None:
             "the model's config has output_router_logits=True: the router's loss balances experts "
             "over all rows of a batch, so that rows mix; set it to False, or SFTConfig's "
             "router_aux_loss_coef to 0.0"
-        )
-
-
-def _refuse_training_rows(evaluated: Any, trained: Any) -> None:
-    """Refuse to evaluate on rows that are trained on, as far as that can be seen."""
-    if isinstance(evaluated, dict):
-        for each in evaluated.values():
-            _refuse_training_rows(each, trained)
-        return
-    while isinstance(evaluated, Subset):
-        evaluated = evaluated.dataset
-    if evaluated is None or trained is None:
-        return
-    fingerprint = getattr(evaluated, "_fingerprint", None)  # of Hugging Face's data sets
-    is_same = evaluated is trained
-    is_same |= fingerprint is not None and fingerprint == getattr(trained, "_fingerprint", None)
-    if isinstance(evaluated, list) and isinstance(trained, list):
-        known = set(map(id, trained))
-        is_same |= any(id(each) in known for each in evaluated)
-    if is_same:
-        raise BadInput(
-            "the rows to evaluate on are rows that are trained on: no ε covers what is found on "
-            "them; evaluate on rows that are held out"
         )
 
 

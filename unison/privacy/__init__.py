@@ -1,7 +1,7 @@
 """Differential privacy: sampling, clipping, noise, and a ledger of what was applied."""
 
 from unison.privacy.accounting import epsilon_if_secret, epsilon_of
-from unison.privacy.arguments import resized
+from unison.privacy.arguments import refuse_training_rows, resized
 from unison.privacy.calibration import (
     Budget,
     BudgetGuard,
@@ -68,6 +68,7 @@ __all__ = [
     "noise_multiplier_for",
     "public",
     "read_ledger",
+    "refuse_training_rows",
     "resized",
     "sampling_for",
     "steps_for",

@@ -6,19 +6,22 @@ And what cannot be trained privately is refused: loaders, and gradients past the
 import fnmatch
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
 )
 
 from unison.errors import BadInput, UnsupportedOperation
@@ -131,9 +134,13 @@ def unprepared(prepared: Any) -> Any:
     while not hasattr(batches, "sampler"):  # accelerate's own stand around the user's
         batches = batches.batch_sampler
     is_shuffled = type(batches.sampler).__module__ == home  # a random one, seeded by accelerate
+    if type(prepared).__name__ == "DataLoaderDispatcher":  # which fails to count itself
+        size = batches.batch_size * (1 if prepared.split_batches else prepared.state.num_processes)
+    else:
+        size = prepared.total_batch_size
     return resized(
         prepared,
-        prepared.total_batch_size,
+        size,
         RandomSampler(prepared.dataset) if is_shuffled else batches.sampler,
         drop_last=batches.drop_last,
     )
@@ -166,6 +173,57 @@ def resized(
         drop_last=drop_last,
         **{name: getattr(data_loader, name) for name in KEPT_SETTINGS} | changed,
     )
+
+
+def refuse_training_rows(evaluated: Any, trained: Any) -> None:
+    """Refuse to evaluate on rows that are trained on, as far as that can be seen.
+
+    Args:
+        evaluated: A data set, or several by name.
+        trained: The data set that is trained on.
+    """
+    if isinstance(evaluated, Mapping):
+        for each in evaluated.values():
+            refuse_training_rows(each, trained)
+        return
+    if evaluated is None or trained is None:
+        return
+    fingerprint = getattr(evaluated, "_fingerprint", None)  # of Hugging Face's data sets
+    is_same = evaluated is trained
+    is_same |= fingerprint is not None and fingerprint == getattr(trained, "_fingerprint", None)
+    if is_same or np.isin(_row_ids(evaluated), _row_ids(trained)).any():
+        raise BadInput(
+            "the rows to evaluate on are rows that are trained on: no ε covers what is found on "
+            "them; evaluate on rows that are held out"
+        )
+
+
+def _row_ids(data: Any) -> np.ndarray:
+    """A number for each row of a data set that lives, the same in views of it: where it lies."""
+    if isinstance(data, Subset):
+        return _row_ids(data.dataset)[np.asarray(data.indices, dtype=np.int64)]
+    if isinstance(data, ConcatDataset):
+        return np.concatenate([_row_ids(each) for each in data.datasets])
+    if isinstance(data, list):
+        return np.array([id(each) for each in data], dtype=np.uint64)
+    if not isinstance(data, Sized):
+        return np.empty(0, dtype=np.uint64)
+    table: Any = getattr(data, "_data", None)  # of Hugging Face's: views of Arrow's buffers
+    if not hasattr(table, "column_names") or not table.num_columns:
+        return _places(id(data), 0, len(data))
+    ids = []
+    for chunk in table.column(0).chunks:
+        addresses = [each.address for each in chunk.buffers() if each is not None and each.size]
+        ids.append(_places(addresses[-1] if addresses else id(data), chunk.offset, len(chunk)))
+    found = np.concatenate([np.empty(0, dtype=np.uint64), *ids])
+    chosen = getattr(data, "_indices", None)
+    return found if chosen is None else found[chosen.column(0).to_numpy().astype(np.int64)]
+
+
+def _places(start: int, first: int, length: int) -> np.ndarray:
+    """Numbers of rows that lie one after the other; those of another start are far away."""
+    spread = start * 0x9E3779B97F4A7C15 % 2**64
+    return np.arange(first, first + length, dtype=np.uint64) + np.uint64(spread)
 
 
 def sampling_of(data_loader: DataLoader[Any], is_poisson: bool) -> Sampling:

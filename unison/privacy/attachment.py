@@ -10,6 +10,7 @@ records are added up with the coefficients that are known by then.
 All outputs of the module go through one gate, so that all their gradients come back at once.
 """
 
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -695,6 +696,8 @@ class Attachment:
                 continue
             if self.learning.refusal is not None:
                 raise UnsupportedOperation(self.learning.refusal)
+            if self._follows_loss:
+                self._refuse_other_reduction(gradient, num_samples)
             self._label_check = label_check(
                 [
                     torch.cat([part.movedim(dim, 0) for part in unpacked(leaf)])
@@ -702,6 +705,27 @@ class Attachment:
                     if any(holds_samples(unpacked(leaf)[0], n, dim) for n in sizes)
                 ]
             )
+
+    def _refuse_other_reduction(self, gradient: Tensor, num_samples: int) -> None:
+        """Refuse a module's own loss that is a sum where the loss is said to be a mean, or reverse.
+
+        A user who divides it by the rows himself is right.
+        """
+        said = cast("PrivateTraining", self._training).loss_reduction
+        found = self.learning.reduction
+        if found in (said, None) or gradient.numel() != 1:
+            return
+        factor = num_samples if said == "sum" else 1 / num_samples
+        factors = factor, factor * self.settings.rows_per_sample ** (1 if said == "sum" else -1)
+        if any(math.isclose(float(gradient), each, rel_tol=1e-3) for each in factors):
+            return
+        remedy = "divide it by" if found == "sum" else "multiply it by"
+        raise UnsupportedOperation(
+            f"the model's own loss is a {found} over rows and was said to be a {said}, so that a "
+            f"row's gradient would depend on how many others its pass has: {remedy} the number of "
+            f"rows, let the model's config say {said!r} (as ctc_loss_reduction does), or say "
+            f"make_private(loss_reduction={found!r})"
+        )
 
     def _measure_first(
         self,

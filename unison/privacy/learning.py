@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from unison.capture import (
     probe_rows,
     state_kept,
 )
+from unison.capture.probes import without_dropout
 from unison.capture.tracked import ParamRegistry, Tracked, plain
 from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import calibration_of
@@ -93,6 +95,8 @@ class Learning:
         written: Names of the buffers that passes write, with the same values for any batch.
         refusal: Why outputs that are of the whole batch may get no gradient, for batches of the
             kind that was asked for last; None if they may.
+        reduction: Whether a loss of its own is a `"mean"` or a `"sum"` over such a batch; None if
+            it is neither, or there is none.
     """
 
     def __init__(
@@ -109,12 +113,14 @@ class Learning:
         self._learned: dict[Any, Learned] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._refusals: dict[Any, str | None] = {}
+        self._reductions: dict[Any, str | None] = {}
         self._num_passes: Counter[Any] = Counter()
         self._inconclusive: set[Any] = set()
         self._rounded: set[Any] = set()
         self.is_running = False
         self.written: set[str] = set()
         self.refusal: str | None = None
+        self.reduction: str | None = None
 
     def learn(self, inputs: Inputs) -> Learned:
         """Return what is known of batches of this kind.
@@ -142,7 +148,7 @@ class Learning:
             except UnsupportedOperation:
                 self._num_passes[key] -= 1  # to be checked again, if the user goes on
                 raise
-        self.refusal = self._refusals[key]
+        self.refusal, self.reduction = self._refusals[key], self._reductions.get(key)
         return self._learned[key]
 
     def check_params(self) -> tuple[str, ...]:
@@ -276,6 +282,9 @@ class Learning:
             self._rounded.add(key)
         self.written |= verdict.written
         refuse_leaves(leaves)
+        if has_batch_loss and has_values() and key not in self._reductions:
+            state.restore()
+            self._reductions[key] = _reduction_of(partial(run_batch_loss, self._module), rows)
         if before is not None:
             return before
         state.restore()
@@ -409,3 +418,16 @@ def _refuse_hooks(name: str, hooks: Iterable[Callable[..., Any]]) -> None:
             "a parameter. Remove the hook, and change parameter.grad between backward and "
             "optimizer.step()"
         )
+
+
+def _reduction_of(
+    run: Callable[[tuple[Tensor, ...]], Tensor], rows: tuple[Tensor, ...]
+) -> str | None:
+    """Whether a loss of the whole batch is a mean or a sum: rows that stand twice double a sum."""
+    with FunctionMode(without_dropout):
+        once = run(rows).detach().abs()
+        twice = run(tuple(torch.cat([each, each]) for each in rows)).detach().abs()
+    for name, factor in (("mean", 1.0), ("sum", 2.0)):
+        if once > 1e-6 and (twice - factor * once).abs() < 1e-3 * once:
+            return name
+    return None

@@ -177,7 +177,7 @@ class PrivateTraining:
         self.module, self.optimizer, self.loader = module, optimizer, loader
         self.mechanism, self.ledger = mechanism, ledger
         self._key, self._clock = key, NoiseClock(key)
-        self._guard, self.clip_rule, self._loss_reduction = guard, clip_rule, loss_reduction
+        self._guard, self.clip_rule, self.loss_reduction = guard, clip_rule, loss_reduction
         self.owner, self.owned, self._dealing = owner, owner.params, dealing
         self._parameters = {each.name: each.parameter for each in owner.params}
         self._batch: LogicalBatch | None = None
@@ -349,7 +349,7 @@ class PrivateTraining:
         running = self.running(batch)
         grid = grid_of_pass(running.release, batch.logical_size, part.num_rows)
         clip_norm = running.release.max_grad_norm
-        factor = self._dealing.loss_factor(part, self._loss_reduction)
+        factor = self._dealing.loss_factor(part, self.loss_reduction)
         whole = self.owner.whole_norms(norms)
         scaled = NormTable.of(whole, part.num_rows).scaled(factor)
         total = scaled.total()
@@ -437,7 +437,7 @@ class PrivateTraining:
         release = running.release
         self.ledger.intend(release)
         key = self._clock.advance(release.step)
-        divisor = release.expected_batch_size if self._loss_reduction == "mean" else 1.0
+        divisor = release.expected_batch_size if self.loss_reduction == "mean" else 1.0
         running.terms = ReleaseTerms(key, release, divisor, num_samples)
 
     def _compare_records(self) -> None:
