@@ -264,7 +264,7 @@ class LossRecorder(TorchFunctionMode):
         targets: Labels of a cross-entropy whose mean divides by how many of them count: operation,
             labels, the label that does not count, number of classes, weights of classes.
         sized: Slots whose size was asked for.
-        inputs: Slots that the module was given.
+        inputs: Slots that the module was given for the outputs that the loss is made of.
         unknown_inputs: Tensors that it was given and nobody followed.
         memory: Where the values of a slot lie.
         hidden: Memory of what was made of data and is not on the tape, in this pass or before.
@@ -314,6 +314,8 @@ class LossRecorder(TorchFunctionMode):
         self.targets: list[tuple[int, Tensor, int, int, Tensor | None]] = []
         self.sized: set[int] = set()
         self.inputs: set[int] = set()
+        self._given: set[int] = set()  # in the call under way
+        self._given_for: dict[int, set[int]] = {}  # by slot of an output
         self.unknown_inputs: list[Tensor] = []
         self.memory: dict[int, int] = {}
         self.is_open = True
@@ -362,7 +364,7 @@ class LossRecorder(TorchFunctionMode):
                 if slot is None or slot == EARLIER:
                     self.unknown_inputs.append(leaf)
                 else:
-                    self.inputs.add(slot)
+                    self._given.add(slot)
         self._num_suspended += self._is_on or self._num_suspended > 0
         self._switch(is_on=False)
 
@@ -377,9 +379,11 @@ class LossRecorder(TorchFunctionMode):
             self._num_suspended -= 1
             if not self._num_suspended and not self._is_over:
                 self._switch(is_on=True)
+        given, self._given = self._given, set()
         for leaf in tree_leaves(output) if self.is_open else ():
             if isinstance(leaf, Tensor) and self.slot_of(leaf) in (None, EARLIER):
                 slot = self._slot_for(leaf)
+                self._given_for[slot] = given
                 self.roots[slot] = leaf
                 if is_trained:
                     parts = unpacked(leaf) if leaf.requires_grad else ()
@@ -462,6 +466,9 @@ class LossRecorder(TorchFunctionMode):
                     path[place] = operation
                     made_of.update(operation.refs)
                     memory.update(self.memory[ref] for ref in operation.refs if ref in self.memory)
+            # What it was given for outputs that the loss does not use is no concern of the loss.
+            calls = (given for out, given in self._given_for.items() if out in made_of)
+            self.inputs = set().union(*calls)
             if any(edges and slot in made_of for slot, edges in self.edges.items()):
                 gradient = args[0] if args else kwargs.get("gradient")
                 self.has_terms = self._judge(self, loss, path, mapped(self._stored, gradient))
