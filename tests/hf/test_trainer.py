@@ -3,6 +3,7 @@
 import json
 import math
 import unittest
+from typing import Any
 
 import pytest
 import torch
@@ -533,7 +534,7 @@ def test_a_loss_with_more_than_its_tokens_is_not_replaced(tmp_path):
                 train(trainer)
 
 
-def counted(outputs, labels, num_items_in_batch=None):
+def counted(outputs, labels, num_items_in_batch: Any = None):
     return F.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
 
 

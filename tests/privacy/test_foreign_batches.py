@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from tests.privacy.common import NUM_CLASSES, NUM_FEATURES, attach, loader
+from tests.privacy.common import NUM_CLASSES, NUM_FEATURES, attach, loader, make_model
 from unison.errors import BadInput, UnsupportedOperation
 
 OTHER_ENGINE = r"is made of rows that another engine's loader handed out.*Train on the batches of"
@@ -125,3 +126,48 @@ def test_rows_that_are_made_of_texts_in_the_loop_are_trained_on():
             optimizer.step()
             break
     assert engine.ledger.spending.events.total() == 1
+
+
+class Keeps(nn.Module):
+    """Leaves a number of the batch at itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.kept = make_model(), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x)
+        self.kept = out.detach().square().mean()
+        return out
+
+
+READ = {
+    "a number": lambda module, x: module.kept.item(),
+    "a rounded number": lambda module, x: round(-module.kept.item(), 2),
+    "a number of the batch": lambda module, x: x.square().mean().item(),
+    "by float": lambda module, x: float(module.kept),
+    "by text": lambda module, x: float(f"{module.kept:.9f}"),
+    "a tensor": lambda module, x: module.kept,
+    "a tensor of the batch": lambda module, x: x.square().mean(),
+}
+ENDS = r"another engine|earlier step made|left torch|couples rows|did not return|of a value read"
+
+
+@pytest.mark.parametrize("whose", ["its own", "another's"])
+@pytest.mark.parametrize("how", READ)
+def test_values_of_one_of_two_engines_do_not_come_into_a_loss(how, whose):
+    """By whichever recorder they are seen first."""
+    for order in ((0, 1), (1, 0)):
+        engines = [attach(Keeps()) for _ in range(2)]
+        loops = [iter(engines[i][3]) for i in order]  # which go on
+        (x, y), (own_x, own_y) = map(next, loops)
+        _, other, *_ = engines[order[0]]
+        engine, module, *_ = engines[order[1]]
+        cross_entropy(other(x), y).backward()
+        loss = cross_entropy(module(own_x), own_y)
+        weight = READ[how](*((module, own_x) if whose == "its own" else (other, x)))
+        with pytest.raises(UnsupportedOperation, match=ENDS):
+            (loss * weight).backward()
+        assert engine.ledger.num_intents == 0
+        for each, *_ in engines:
+            each.detach()

@@ -307,3 +307,30 @@ def test_what_is_made_of_texts_is_followed():
 
     match = "what the module is given for one row depends on other rows"
     assert_refused(centred, match, data_loader=collated(texts, torch.stack))
+
+
+# ---- losses --------------------------------------------------------------------------------------
+
+
+def evaluates_between(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = mean_loss(module, x, y)
+    module.eval()
+    with torch.no_grad():
+        module(x[:2] - x.mean(0))
+    module.train()
+    return loss
+
+
+def test_an_evaluation_that_the_loss_does_not_use_is_nobodys_business():
+    assert_exact(evaluates_between)
+
+
+def test_outputs_in_evaluation_mode_of_rows_that_meet_are_refused():
+    def against_itself(module, x, y):
+        module.eval()
+        with torch.no_grad():
+            target = module(x - x.mean(0))
+        module.train()
+        return (module(x) - target).square().mean()
+
+    assert_refused(against_itself, "what the module is given for one row depends on other rows")

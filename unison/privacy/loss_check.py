@@ -34,6 +34,7 @@ from torch import Tensor
 
 from unison.capture.capture import ANCHOR
 from unison.errors import UnsupportedOperation
+from unison.parallel import private_trainings
 from unison.privacy.loss_program import (
     ARITHMETIC,
     FLOAT64_TOLERANCE,
@@ -184,8 +185,8 @@ class LossCheck:
         if states or (type(gradient) is SlotRef and gradient.slot == EARLIER):
             _refuse(
                 f"{states[0] if states else 'backward'} brings what an earlier step made of its "
-                "data into the loss, so that a record of one step changes the gradients of another "
-                "before any noise",
+                "data, or another engine of its own, into the loss, so that a record of one step "
+                "changes the gradients of another before any noise",
                 "Keep no tensors or numbers made of private batches between steps; if the value is "
                 "public, detach it and declare a number with unison.public(value)",
             )
@@ -228,6 +229,7 @@ class LossCheck:
                     "batch into the loss, so that rows may meet in it",
                     "Make the loss of the module's outputs and of the batch, by torch functions",
                 )
+        _refuse_others(tape, path)
         _refuse_left_behind(tape, path, gradient)
         for place, labels, ignored, _, weight in tape.targets:
             if place in path:
@@ -653,6 +655,20 @@ def _refuse_changed(then: int, before: Sequence[float], rows: int, now: Sequence
 def is_checked_again(number: int) -> bool:
     """Whether what is known is checked again in a pass: in those of 1, 2, 4, 8 and so on."""
     return number & (number - 1) == 0
+
+
+def _refuse_others(tape: LossRecorder, path: dict[int, Operation]) -> None:
+    """Refuse what was made of rows that another engine's loader handed out."""
+    others = [each.recorder for each in private_trainings if each.recorder is not tape]
+    for operation in path.values() if others else ():
+        for leaf in operation.leaves:
+            if isinstance(leaf, Tensor) and any(each.is_made_of_rows(leaf) for each in others):
+                _refuse(
+                    f"{operation} brings a tensor of shape {list(leaf.shape)} into the loss that "
+                    "is made of the rows of another engine's loader, which this engine's noise "
+                    "does not cover",
+                    "Make the loss of this engine's module and of the batch of its own loader",
+                )
 
 
 def _refuse_left_behind(tape: LossRecorder, path: dict[int, Operation], gradient: Any) -> None:

@@ -22,6 +22,7 @@ made of them, so that they neither enter a loss nor are written to what is train
 
 import inspect
 import itertools
+import math
 import numbers
 import operator
 import sys
@@ -275,7 +276,7 @@ class LossRecorder(TorchFunctionMode):
         targets: Labels of a cross-entropy whose mean divides by how many of them count: operation,
             labels, the label that does not count, number of classes, weights of classes.
         sized: Slots whose size was asked for.
-        inputs: Slots that the module was given.
+        inputs: Slots that the module was given for the outputs that the loss is made of.
         unknown_inputs: Tensors that it was given and nobody followed.
         memory: Where the values of a slot lie.
         hidden: Memory of what was made of data and is not on the tape, in this pass or before.
@@ -325,6 +326,8 @@ class LossRecorder(TorchFunctionMode):
         self.targets: list[tuple[int, Tensor, int, int, Tensor | None]] = []
         self.sized: set[int] = set()
         self.inputs: set[int] = set()
+        self._given: set[int] = set()  # in the call under way
+        self._given_for: dict[int, set[int]] = {}  # by slot of an output
         self.unknown_inputs: list[Tensor] = []
         self.memory: dict[int, int] = {}
         self.is_open = True
@@ -373,7 +376,7 @@ class LossRecorder(TorchFunctionMode):
                 if slot is None or slot == EARLIER:
                     self.unknown_inputs.append(leaf)
                 else:
-                    self.inputs.add(slot)
+                    self._given.add(slot)
         self._num_suspended += self._is_on or self._num_suspended > 0
         self._switch(is_on=False)
 
@@ -388,9 +391,11 @@ class LossRecorder(TorchFunctionMode):
             self._num_suspended -= 1
             if not self._num_suspended and not self._is_over:
                 self._switch(is_on=True)
+        given, self._given = self._given, set()
         for leaf in tree_leaves(output) if self.is_open else ():
             if isinstance(leaf, Tensor) and self.slot_of(leaf) in (None, EARLIER):
                 slot = self._slot_for(leaf)
+                self._given_for[slot] = given
                 self.roots[slot] = leaf
                 if is_trained:
                     parts = unpacked(leaf) if leaf.requires_grad else ()
@@ -441,14 +446,18 @@ class LossRecorder(TorchFunctionMode):
         if handling is not Handling.QUESTION and handling is not Handling.SIZE:
             return self.call(func, handling, name, args, kwargs)
         if handling is Handling.SIZE or name in ("register_hook", "__format__"):
-            slot = self.slot_of(args[0])
-            if slot is not None and slot != EARLIER:
+            value, slot = args[0], self.slot_of(args[0])
+            if name == "__format__":
+                is_number = value.numel() == len(unpacked(value)) == 1
+                if is_number and (slot is not None or value in self.kept):
+                    for each in {self, *_recording}:  # text may be read again
+                        if each.is_open:
+                            each.items.append(float(value.detach()))
+            elif slot is not None and slot != EARLIER:
                 if handling is Handling.SIZE:
                     self.sized.add(slot)
-                elif name == "register_hook":
+                else:
                     self.has_hooks = True
-                elif args[0].numel() == len(unpacked(args[0])) == 1:
-                    self.items.append(float(args[0].detach()))  # text may be read again
         result = func(*args, **kwargs)
         if name == "grad" and id(args[0]) in self._slots and self.slot_of(args[0]) is not None:
             self.hide(result)  # of an output that retains it
@@ -471,6 +480,9 @@ class LossRecorder(TorchFunctionMode):
                     path[place] = operation
                     made_of.update(operation.refs)
                     memory.update(self.memory[ref] for ref in operation.refs if ref in self.memory)
+            # What it was given for outputs that the loss does not use is no concern of the loss.
+            calls = (given for out, given in self._given_for.items() if out in made_of)
+            self.inputs = set().union(*calls)
             if any(edges and slot in made_of for slot, edges in self.edges.items()):
                 gradient = args[0] if args else kwargs.get("gradient")
                 self.has_terms = self._judge(self, loss, path, mapped(self._stored, gradient))
@@ -532,7 +544,7 @@ class LossRecorder(TorchFunctionMode):
             self._note_other_ranks(name, [*leaves_in(written), *tree_leaves(result)])
             return result
         if is_hidden and (is_inside or not is_followed):
-            return self._call_hidden(func, handling, args, kwargs, self.hide)
+            return self._call_hidden(func, handling, name, args, kwargs, self.hide)
         if not is_followed:
             if self.is_open and not self.batch and name in _MADE_OF_PYTHON:
                 made = func(*args, **kwargs)
@@ -542,23 +554,23 @@ class LossRecorder(TorchFunctionMode):
             if not self.kept or not any(leaf in self.kept for leaf in given):
                 return func(*args, **kwargs)
             keep = partial(self.kept.add, is_written=handling is Handling.WRITE)
-            return self._call_hidden(func, handling, args, kwargs, keep)
+            return self._call_hidden(func, handling, name, args, kwargs, keep)
         if func is torch.autograd.grad:
             self._before_grad(leaves_in(args[1:2] or kwargs["inputs"]))
         if handling is Handling.WRITE or kwargs.get("out") is not None:
             self._before_write(kwargs.get("out", args[0] if args else None))
         stored: tuple[tuple, dict[str, Any]] = mapped(self._stored, (args, kwargs))
         if any(isinstance(leaf, (*_NUMBERS, PublicNumber)) for leaf in given):
-            args, kwargs = mapped(_plain, (args, kwargs))
+            # Another engine's recorder that torch asks after this one needs to see the marks.
+            stack = _get_current_function_mode_stack()
+            if self in stack or not any(isinstance(each, LossRecorder) for each in stack):
+                args, kwargs = mapped(_plain, (args, kwargs))
         result = func(*args, **kwargs)
         if is_hidden:
             self.hide(args[0] if handling is Handling.WRITE else result)
         if handling is Handling.READ:
             _refuse_scheduler()
-            self.has_read = True
-            if self.is_open:
-                where = positions(sys._getframe(1))
-                self.reads.append((name, len(self.operations), where))
+            self._note_read(name)
             return result
         is_number = isinstance(result, int | float)  # a truth is one, too
         if not self.is_open:
@@ -612,6 +624,14 @@ class LossRecorder(TorchFunctionMode):
             args = from_other_ranks, Handling.WRITE, name, (stored,), {}, stored, outs, outs
             self.operations.append(Operation(*args, line=line))
 
+    def _note_read(self, name: str) -> None:
+        """Let all recorders know that values left torch: nobody knows whose loss they come into."""
+        where = positions(sys._getframe(2))
+        for each in {self, *_recording}:
+            each.has_read = True
+            if each.is_open:
+                each.reads.append((name, len(each.operations), where))
+
     def _before_write(self, targets: Any) -> None:
         """Copy roots before they are overwritten; register constants that data is written into."""
         for target in leaves_in(targets):
@@ -636,6 +656,10 @@ class LossRecorder(TorchFunctionMode):
                         torch.clone, Handling.OPERATION, "clone", (before,), {}, [before], [], outs
                     )
                 )
+
+    def is_made_of_rows(self, value: Tensor) -> bool:
+        """Whether a tensor was made of data, in this pass or before, however it was found out."""
+        return self.slot_of(value) is not None or value in self.kept or self.meets_hidden([value])
 
     # --- what cannot be run again ----------------------------------------------------------------
 
@@ -672,6 +696,7 @@ class LossRecorder(TorchFunctionMode):
         self,
         func: Callable[..., Any],
         handling: Handling,
+        name: str,
         args: tuple,
         kwargs: dict,
         remember: Callable[[Any], None],
@@ -683,8 +708,10 @@ class LossRecorder(TorchFunctionMode):
                 self._before_outside_write(innermost(target))
         args, kwargs = mapped(_plain, (args, kwargs))
         result = func(*args, **kwargs)
-        self.has_read |= handling is Handling.READ
         if handling is Handling.READ:  # Python takes float() of no float of ours
+            self.has_read = True
+            if remember != self.hide:  # gradients of another model are often looked at
+                self._note_read(name)
             return result
         if isinstance(result, int | float) and not isinstance(result, bool):
             return _followed(result, self, EARLIER)
@@ -787,6 +814,19 @@ def _two(func: Callable[[Any, Any], Any], is_swapped: bool) -> Callable[[Any, An
     return run
 
 
+def _one(func: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any, *args: Any) -> Any:
+        recorder = self.recorder()
+        if recorder is not None and recorder.number == self.pass_number:
+            return recorder.call(func, Handling.OPERATION, func.__name__, (self, *args), {})
+        made = func(_plain(self), *args)
+        made = (_Float if isinstance(made, float) else _Int)(made)
+        vars(made).update(vars(self), slot=EARLIER)
+        return made
+
+    return run
+
+
 def _as_float(self: Any) -> float:
     _refuse_scheduler()
     return float(_plain(self))
@@ -816,6 +856,8 @@ def _number_type(base: type) -> Any:
         methods[f"__{name}__"] = _two(getattr(operator, name), is_swapped=False)
     for name in names:
         methods[f"__r{name}__"] = _two(getattr(operator, name), is_swapped=True)
+    for func in (operator.neg, operator.pos, abs, round, math.floor, math.ceil, math.trunc):
+        methods[f"__{func.__name__}__"] = _one(func)
     methods["__hash__"] = base.__hash__
     methods["__float__"] = _as_float
     return type(base.__name__, (base,), methods)
