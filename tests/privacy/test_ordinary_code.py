@@ -334,3 +334,40 @@ def test_outputs_in_evaluation_mode_of_rows_that_meet_are_refused():
         return (module(x) - target).square().mean()
 
     assert_refused(against_itself, "what the module is given for one row depends on other rows")
+
+
+def squares(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (module(x) - F.one_hot(y, NUM_CLASSES)).square().sum()
+
+
+COUNTS = {
+    "rows by classes": lambda loss, x: loss / (x.shape[0] * NUM_CLASSES),
+    "elements": lambda loss, x: loss / x.numel(),
+    "an inverse": lambda loss, x: loss * (1.0 / (5 * len(x))),
+    "a float": lambda loss, x: loss / float(len(x)),
+}
+
+
+@pytest.mark.parametrize("how", COUNTS)
+def test_a_sum_may_be_divided_by_what_is_made_of_the_number_of_rows(how):
+    divide = COUNTS[how]
+    assert_exact(lambda module, x, y: divide(squares(module, x, y), x), steps=4)
+
+
+OTHERWISE = {
+    "a square": lambda loss, x: loss / len(x) ** 2,
+    "a mean": lambda loss, x: loss / len(x) / (len(x) * 3),
+    "a constant": lambda loss, x: loss / TWENTY_SEVEN,
+}
+TWENTY_SEVEN = 27  # a multiple of the first batch's rows
+
+
+@pytest.mark.parametrize("how", OTHERWISE)
+def test_other_numbers_of_rows_show_what_was_no_mean(how):
+    divide = OTHERWISE[how]
+    engine, module, _, private = attach(make_model(), data_loader=rows())
+    with pytest.raises(UnisonError, match=r"how many others there are|a sum over rows"):  # noqa: PT012
+        for x, y in private:
+            divide(squares(module, x, y), x).backward()
+    assert engine.ledger.num_intents <= 1
+    engine.detach()

@@ -49,6 +49,7 @@ from unison.privacy.loss_program import (
     is_rounding,
     is_same,
     may_branch,
+    multiple_of,
     numbers_of,
     rows_differ,
     where_rows_meet,
@@ -145,6 +146,8 @@ class LossCheck:
         # and what stood beside it.
         self._taken: dict[tuple, tuple[int, Sequence[float]]] = {}
         self._checked: dict[tuple, tuple[int, Sequence[float], Gradients, Gradients, list]] = {}
+        # Paths whose numbers were taken for multiples of the number of rows.
+        self._with_multiples: set[tuple] = set()
         self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
         self._pending: list[tuple[Callable[[], Tensor], Operation, str]] = []
         self.num_checks = 0
@@ -477,16 +480,21 @@ class LossCheck:
         left = replace(rows, num_units=rows.num_units - 1)
         if program.is_granular:
             return  # granules have one shape
-        draws = program.first_draws(left)
+        draws, values = program.first_draws(left), program.first_records(left)
+        factor, first = rows.num_units / left.num_units, _without_last(rows, before)
         try:
-            now = program.replay(program.first_records(left), left, given=draws)[0]
+            now = program.replay(values, left, given=draws)[0]
         except Exception:  # sizes are written into the program; steps of other sizes will tell
             return
-        factor, first = rows.num_units / left.num_units, _without_last(rows, before)
         wrong = _wrong_factor(dict(left.matrices(now)), first, factor, is_mean=self._is_mean)
+        if wrong is not None:
+            now = program.replay(values, left, given=draws, has_multiples=True)[0]
+            now = dict(left.matrices(now))
+            if _wrong_factor(now, first, factor, is_mean=self._is_mean) is None:
+                self._with_multiples.add(program.kind)  # steps of other sizes will tell
+                return
         usual = self._turned(program) if wrong is not None else None
         if usual is not None and is_rounding(first, usual[1]):
-            values = program.first_records(left)
             for slot, own in _without_last(rows, usual[0]).items():
                 values[slot] = rows.like(usual[0][slot], own)
             with suppress(Exception):  # what cannot be run with these values stays refused
@@ -526,16 +534,27 @@ class LossCheck:
     ) -> None:
         """Put a record of an earlier step into this batch, which has another size."""
         rows, roots = self._rows, program.tape.roots
-        if not unit or num_before == rows.num_rows:
+        if not unit or num_before == rows.num_rows or len(numbers) != len(program.numbers):
             return
         if any(each.func in SUBSTITUTES for each in program.path.values()):
             return  # batch_mean divides by the rows of all ranks, which is its own affair
-        is_explained = len(program.numbers) == len(numbers) and all(
-            a == b or a * rows.num_rows == b * num_before
+        unexplained = [
+            a
             for a, b in zip(numbers, program.numbers, strict=True)
-        )
+            if a != b
+            and not math.isclose(a * rows.num_rows, b * num_before)
+            and not math.isclose(a * num_before, b * rows.num_rows)
+        ]
+        if program.kind in self._with_multiples and any(
+            multiple_of(number, num_before) for number in unexplained
+        ):
+            _refuse(
+                "a number in the loss that changes with the number of rows is no multiple of it, "
+                "so that a row's gradient depends on how many others there are",
+                REMEDY,
+            )
         # Slots are others where the user's code did something else on the way.
-        if not is_explained or set(unit) - set(roots) or set(grads) - set(program.outputs):
+        if unexplained or set(unit) - set(roots) or set(grads) - set(program.outputs):
             return
         values = {}
         for slot, record in unit.items():

@@ -187,9 +187,12 @@ class Program:
             return False
         if operation.name in SHAPE_FUNCTIONS:
             return True
+        return self._may_be_size(number, operation)
+
+    def _may_be_size(self, number: float, operation: Operation) -> bool:
         # A number that is written into the code is no size, though it may be as large.
         is_written = operation.name not in ARITHMETIC or number in operation.constants
-        roots = self.tape.roots
+        roots, sizes = self.tape.roots, {self.rows.num_rows, self.rows.num_units}
         asked = (roots[slot].shape for slot in self.tape.sized if slot in roots)
         return not is_written and any(not sizes.isdisjoint(shape) for shape in asked)
 
@@ -248,6 +251,7 @@ class Program:
         seed: int = 0,
         is_double: bool = False,
         given: Mapping[Any, Tensor] | None = None,
+        has_multiples: bool = False,
     ) -> Replay:
         """Run the program on other values.
 
@@ -257,6 +261,8 @@ class Program:
             seed: Of torch's generators.
             is_double: Whether everything runs in float64.
             given: What to put in the place of constants, by identity, and of random numbers.
+            has_multiples: Whether multiples of the number of records, and their inverses, are
+                taken for what the user's code made of it: `x.shape[0] * 3`, `1 / len(x)`.
         """
         given = given or {}
         keeps_draws = not (values or given or seed or is_double) and left in (None, self.rows)
@@ -286,6 +292,10 @@ class Program:
         def size(value: Any, of: Operation | None) -> Any:
             if left != rows and of is not None and self.is_size(value, of):
                 return left.num_rows if value == rows.num_rows else left.num_units
+            if has_multiples and of is not None and self._may_be_size(value, of):
+                power = multiple_of(value, rows.num_units)
+                resized = value * (left.num_units / rows.num_units) ** power
+                return round(resized) if isinstance(value, int) else resized
             return value
 
         def run(operation: Operation) -> Any:
@@ -353,6 +363,17 @@ class Program:
             for slot, some in leaves.items()
         }
         return grads, list(at), env
+
+
+def multiple_of(number: Any, size: int) -> int:
+    """1 if a number is a multiple of a size, -1 if its inverse is one, 0 if neither."""
+    if type(number) not in (int, float) or number == 0 or not math.isfinite(number):
+        return 0
+    for power in (1, -1):
+        quotient = number**power / size
+        if round(quotient) != 0 and math.isclose(quotient, round(quotient), rel_tol=1e-9):
+            return power
+    return 0
 
 
 def numbers_of(operation: Operation) -> list[float]:
