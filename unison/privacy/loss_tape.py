@@ -299,6 +299,7 @@ class LossRecorder(TorchFunctionMode):
         self.is_judged = self.is_open = self.has_terms = False
         self._is_on = self._is_left = self._is_over = False
         self._num_suspended = 0
+        self._given: set[int] = set()  # slots, in the call under way
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._earlier: dict[int, weakref.ref[Tensor]] = {}
         self.hidden: dict[int, StorageWeakRef] = {}  # by memory
@@ -309,6 +310,7 @@ class LossRecorder(TorchFunctionMode):
     def begin(self, batch: Any) -> None:
         """Start recording: a batch is handed out."""
         self.remove()
+        self._given = set()
         for key, (ref, _) in self._slots.items():
             self._earlier[key] = ref
         self._earlier = {key: ref for key, ref in self._earlier.items() if ref() is not None}
@@ -326,7 +328,6 @@ class LossRecorder(TorchFunctionMode):
         self.targets: list[tuple[int, Tensor, int, int, Tensor | None]] = []
         self.sized: set[int] = set()
         self.inputs: set[int] = set()
-        self._given: set[int] = set()  # in the call under way
         self._given_for: dict[int, set[int]] = {}  # by slot of an output
         self.unknown_inputs: list[Tensor] = []
         self.memory: dict[int, int] = {}
