@@ -232,7 +232,8 @@ class LossCheck:
                     "batch into the loss, so that rows may meet in it",
                     "Make the loss of the module's outputs and of the batch, by torch functions",
                 )
-        _refuse_others(tape, path)
+        if len(private_trainings) > 1:
+            _refuse_others(tape, path)
         _refuse_left_behind(tape, path, gradient)
         for place, labels, ignored, _, weight in tape.targets:
             if place in path:
@@ -679,7 +680,7 @@ def is_checked_again(number: int) -> bool:
 def _refuse_others(tape: LossRecorder, path: dict[int, Operation]) -> None:
     """Refuse what was made of rows that another engine's loader handed out."""
     others = [each.recorder for each in private_trainings if each.recorder is not tape]
-    for operation in path.values() if others else ():
+    for operation in path.values():
         for leaf in operation.leaves:
             if isinstance(leaf, Tensor) and any(each.is_made_of_rows(leaf) for each in others):
                 _refuse(

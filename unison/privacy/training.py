@@ -304,11 +304,12 @@ class PrivateTraining:
                 "loader a larger batch_size and make_private max_physical_batch_size="
             )
         self._key.check_process()
-        settings = self.mechanism.describe()
-        if settings != self._settings and self.mechanism.adaptive is None:
-            changed = {k: v for k, v in settings.items() if v != self._settings[k]}
-            meet(self.owner.everyone, f"a mechanism with {changed}", may_be_late=True)
-        self._settings = settings
+        if self.owner.everyone.size > 1:
+            settings = self.mechanism.describe()
+            if settings != self._settings and self.mechanism.adaptive is None:
+                changed = {k: v for k, v in settings.items() if v != self._settings[k]}
+                meet(self.owner.everyone, f"a mechanism with {changed}", may_be_late=True)
+            self._settings = settings
         if self._guard is not None:
             self._guard.check(self.ledger.spending, self.mechanism.release, step)
         # Nothing of the step is lost yet. All is looked at in the forward pass.
