@@ -5,9 +5,11 @@ Dynamo itself is imported where it is used: that takes a second.
 
 import copy
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from operator import is_
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -197,6 +199,83 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, value in each._buffers.items():
             if value is not None and key not in each._non_persistent_buffers_set:
                 yield (f"{path}.{key}" if path else key), value
+
+
+# --- attributes of modules that a pass may write --------------------------------------------------
+
+_INTERNAL = frozenset(vars(nn.Module()))  # hooks, children, tensors: not a model's own attributes
+_MUTABLE = (list, dict, set, deque)
+
+
+def kept_attributes(module: nn.Module) -> tuple[list[Tensor], Callable[[], None]]:
+    """Keep what the attributes of modules, and of plain objects that they hold, are bound to.
+
+    Returns:
+        Tensors among them, which a pass may write in place; and what puts all else back, contents
+        of lists, dictionaries and sets included.
+    """
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    contents: list[tuple[Any, Any]] = []
+    tensors: list[Tensor] = []
+    known: set[int] = set()
+
+    def keep(attributes: dict[str, Any], *, is_module: bool = True) -> None:
+        own = {key: value for key, value in attributes.items() if not is_module or _is_own(key)}
+        kept.append((attributes, own))
+        for value in own.values():
+            is_mutable = isinstance(value, _MUTABLE)
+            if id(value) in known or not (is_module or is_mutable):
+                continue
+            known.add(id(value))
+            if is_mutable:
+                contents.append((value, dict(value) if isinstance(value, dict) else list(value)))
+            elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                tensors.append(value)
+            elif _is_plain_object(value):
+                keep(vars(value), is_module=False)
+
+    def put_back() -> None:
+        for attributes, own in kept:
+            for key in [key for key in attributes if _is_own(key) and key not in own]:
+                del attributes[key]
+            for key, value in own.items():
+                if attributes.get(key) is not value or key not in attributes:
+                    attributes[key] = value
+        for value, before in contents:
+            _refill(value, before)
+
+    for child in module.modules():
+        if not type(child).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
+            keep(vars(child))
+    return tensors, put_back
+
+
+def _is_own(name: str) -> bool:
+    return name not in _INTERNAL and not name.startswith("_unison")
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether an attribute is an object of the model's author, whose attributes are state."""
+    if isinstance(value, type | nn.Module | Tensor) or not hasattr(value, "__dict__"):
+        return False
+    if callable(value) and hasattr(value, "__code__"):
+        return False
+    return type(value).__module__.split(".")[0] not in {"torch", "unison", "builtins", "types"}
+
+
+def _refill(value: Any, before: Any) -> None:
+    """Put the contents of a list, dictionary or set back; the object stays."""
+    if isinstance(value, dict):
+        is_same = list(value) == list(before) and all(map(is_, value.values(), before.values()))
+    else:
+        is_same = len(value) == len(before) and all(map(is_, value, before))
+    if is_same:
+        return
+    value.clear()
+    value.update(before) if isinstance(value, dict | set) else value.extend(before)
+
+
+# --- tensors and graphs ---------------------------------------------------------------------------
 
 
 def is_dtensor(value: Any) -> "TypeGuard[DTensor]":

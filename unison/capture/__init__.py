@@ -3,7 +3,7 @@
 from unison.capture.axes import AxisTable, batch_size_of
 from unison.capture.capture import Capture
 from unison.capture.learn import generators_kept, learn_axes, learn_rows, resized
-from unison.capture.probes import ProbeState, kept_attributes, probe_rows, state_kept
+from unison.capture.probes import ProbeState, probe_rows, state_kept
 from unison.capture.recompute import RngAutocastState, rng_autocast_state
 from unison.capture.separation import MixingReport, check_samples_apart, examine
 from unison.capture.tracked import Tracked
@@ -19,7 +19,6 @@ __all__ = [
     "check_samples_apart",
     "examine",
     "generators_kept",
-    "kept_attributes",
     "learn_axes",
     "learn_rows",
     "probe_rows",

@@ -24,12 +24,10 @@ import os
 import random
 import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from operator import is_
 from typing import Any, TypeGuard, TypeVar
 from weakref import ref
 
@@ -41,7 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from unison.capture.parts import local
-from unison.torch_internals import FunctionMode, is_dtensor
+from unison.torch_internals import FunctionMode, is_dtensor, kept_attributes
 
 # --- fingerprints of bits -------------------------------------------------------------------------
 
@@ -89,8 +87,6 @@ def _key(name: str, length: int, device: torch.device) -> Tensor:
 
 # --- state of a module ----------------------------------------------------------------------------
 
-_INTERNAL = frozenset(vars(nn.Module()))  # hooks, children, tensors: not a model's own attributes
-_MUTABLE = (list, dict, set, deque)
 _Key = TypeVar("_Key", str, int)
 _LARGE = 1 << 24  # bytes of a buffer on a GPU whose copy waits in main memory
 
@@ -225,74 +221,6 @@ def _is_equal(first: Any, second: Any) -> bool:
     if isinstance(first, tuple):
         return len(first) == len(second) and all(map(_is_equal, first, second))
     return bool((first == second).all()) if hasattr(first, "all") else first == second
-
-
-def kept_attributes(module: nn.Module) -> tuple[list[Tensor], Callable[[], None]]:
-    """Keep what the attributes of modules, and of plain objects that they hold, are bound to.
-
-    Returns:
-        Tensors among them, which a pass may write in place; and what puts all else back, contents
-        of lists, dictionaries and sets included.
-    """
-    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    contents: list[tuple[Any, Any]] = []
-    tensors: list[Tensor] = []
-    known: set[int] = set()
-
-    def keep(attributes: dict[str, Any], *, is_module: bool = True) -> None:
-        own = {key: value for key, value in attributes.items() if not is_module or _is_own(key)}
-        kept.append((attributes, own))
-        for value in own.values():
-            is_mutable = isinstance(value, _MUTABLE)
-            if id(value) in known or not (is_module or is_mutable):
-                continue
-            known.add(id(value))
-            if is_mutable:
-                contents.append((value, dict(value) if isinstance(value, dict) else list(value)))
-            elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                tensors.append(value)
-            elif _is_plain_object(value):
-                keep(vars(value), is_module=False)
-
-    def put_back() -> None:
-        for attributes, own in kept:
-            for key in [key for key in attributes if _is_own(key) and key not in own]:
-                del attributes[key]
-            for key, value in own.items():
-                if attributes.get(key) is not value or key not in attributes:
-                    attributes[key] = value
-        for value, before in contents:
-            _refill(value, before)
-
-    for child in module.modules():
-        if not type(child).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
-            keep(vars(child))
-    return tensors, put_back
-
-
-def _is_own(name: str) -> bool:
-    return name not in _INTERNAL and not name.startswith("_unison")
-
-
-def _is_plain_object(value: Any) -> bool:
-    """Whether an attribute is an object of the model's author, whose attributes are state."""
-    if isinstance(value, type | nn.Module | Tensor) or not hasattr(value, "__dict__"):
-        return False
-    if callable(value) and hasattr(value, "__code__"):
-        return False
-    return type(value).__module__.split(".")[0] not in {"torch", "unison", "builtins", "types"}
-
-
-def _refill(value: Any, before: Any) -> None:
-    """Put the contents of a list, dictionary or set back; the object stays."""
-    if isinstance(value, dict):
-        is_same = list(value) == list(before) and all(map(is_, value.values(), before.values()))
-    else:
-        is_same = len(value) == len(before) and all(map(is_, value, before))
-    if is_same:
-        return
-    value.clear()
-    value.update(before) if isinstance(value, dict | set) else value.extend(before)
 
 
 _Copies = list[tuple[Tensor, Tensor, int]]  # tensors, copies, fingerprints

@@ -25,7 +25,6 @@ from unison.capture import (
     Capture,
     RngAutocastState,
     batch_size_of,
-    kept_attributes,
     learn_axes,
     resized,
     rng_autocast_state,
@@ -42,7 +41,7 @@ from unison.parallel import ParallelAdapter, find_shared, private_trainings
 from unison.parallel.exchange import draws_of_pass, joined, requires_grad, rows_of, tensors_of
 from unison.rng import BatchDraws
 from unison.rng.draw_mode import drawing_again, of_granule, outside_draws
-from unison.torch_internals import DynamoBackend, backend_of_caller, machine_of
+from unison.torch_internals import DynamoBackend, backend_of_caller, kept_attributes, machine_of
 
 NUM_SURVEYED = 2  # rows of the small pass that layers are found from
 LEAST_SUM = 1e-4  # of the largest sums of the same kind, which are squares
