@@ -50,7 +50,7 @@ demo-sharded: $(READY)  ## train a small model on two ranks, about a minute
 
 # Programs that tests start import unison, a second of compiling where byte code may not be kept.
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(READY)  ## the test suite with doctests, about 9 minutes on 2 cores
+test: $(READY)  ## the test suite with doctests, about 8 minutes on 2 cores
 	@$(BIN)/python -m pytest -m "not full" --timeout 120 -n 2 --dist loadfile --no-loadscope-reorder
 
 test-full: $(READY)  ## the long matrices and mutants too; writes bench/results/test-full-<commit>.json

@@ -265,6 +265,31 @@ def test_hooks_on_outputs_must_not_couple_rows():
     refused(hooked, "could not be followed")
 
 
+def test_nor_where_the_loop_draws_random_numbers():
+    """They are drawn again as they were: other numbers excuse no difference."""
+
+    def hooked(module, x, y):
+        out = F.dropout(module(F.dropout(x, 0.2)), 0.1)
+        out.register_hook(lambda g: g / g.norm())
+        return F.cross_entropy(out, y)
+
+    refused(hooked, "could not be followed")
+
+
+def test_generators_of_the_users_go_on_as_they_are():
+    engine, module, optimizer, private = attach(noise_multiplier=0.0)
+    gen, alone = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    for x, y in private:
+        noise = torch.empty_like(x).normal_(generator=gen)
+        assert torch.equal(noise, torch.empty_like(x).normal_(generator=alone))
+        out = module(x + x.new_empty(x.shape).copy_(x).bernoulli_(0.5, generator=gen))
+        torch.empty_like(x).bernoulli_(0.5, generator=alone)
+        optimizer.zero_grad()
+        F.cross_entropy(out, y).backward()
+        optimizer.step()
+    engine.detach()
+
+
 def test_a_learning_rate_made_of_losses_is_refused():
     engine, module, optimizer, private = attach()
     batches = iter(private)

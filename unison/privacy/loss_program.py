@@ -252,6 +252,7 @@ class Program:
         is_double: bool = False,
         given: Mapping[Any, Tensor] | None = None,
         has_multiples: bool = False,
+        draws_again: bool = False,
     ) -> Replay:
         """Run the program on other values.
 
@@ -263,9 +264,11 @@ class Program:
             given: What to put in the place of constants, by identity, and of random numbers.
             has_multiples: Whether multiples of the number of records, and their inverses, are
                 taken for what the user's code made of it: `x.shape[0] * 3`, `1 / len(x)`.
+            draws_again: Whether operations draw the random numbers that they drew.
         """
         given = given or {}
-        keeps_draws = not (values or given or seed or is_double) and left in (None, self.rows)
+        is_changed = values or given or seed or is_double or draws_again
+        keeps_draws = not is_changed and left in (None, self.rows)
         rows, left = self.rows, left or self.rows
         convert = _to_double if is_double else lambda value: value
         leaves: dict[int, list[Tensor]] = {}
@@ -317,10 +320,16 @@ class Program:
         generators = [torch.default_generator]
         generators += [torch.cuda.default_generators[device.index] for device in devices]
 
+        drawn_from = {g for each in self.tape.operations for g, _ in each.states}
+        own = [(each, each.get_state()) for each in drawn_from.difference(generators)]
+        generators += [each for each, _ in own]
+
         def states() -> list[bytes]:
             return [each.get_state().numpy().tobytes() for each in generators if keeps_draws]
 
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with torch.random.fork_rng(devices), torch.enable_grad(), ExitStack() as undo:
+            for each, state in own:  # generators of the user's, which go on as they are
+                undo.callback(each.set_state, state)
             for slot, root in self.tape.roots.items():
                 value = values.get(slot, root)
                 parts = [convert(each.detach()) for each in unpacked(value)]
@@ -330,6 +339,8 @@ class Program:
             for place, operation in enumerate(self.tape.operations):
                 for each in generators:  # so that what one draws moves no numbers of the next
                     each.manual_seed(seed * len(self.tape.operations) + place)
+                for each, state in operation.states if draws_again else ():
+                    each.set_state(state)
                 before = states()
                 is_write = operation.handling is Handling.WRITE
                 drawn = [given.get((place, i)) for i in range(len(operation.outs))]

@@ -27,7 +27,7 @@ import numbers
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from functools import cache, partial
 from types import CodeType, FrameType
@@ -190,6 +190,7 @@ class Operation(NamedTuple):
         autocast: The dtype of autocast for CPU and CUDA, None where it was off.
         line: Where in the user's code it was called.
         constants: What that code has written into it, numbers among it.
+        states: Generators that it drew from, as they were before.
     """
 
     func: Callable[..., Any]
@@ -204,6 +205,7 @@ class Operation(NamedTuple):
     autocast: Sequence[torch.dtype | None] = (None, None)
     line: str | None = None
     constants: tuple = ()
+    states: Sequence[tuple[torch.Generator, Tensor]] = ()
 
     def __str__(self) -> str:
         return f"{self.name} ({self.line})" if self.line else self.name
@@ -566,6 +568,7 @@ class LossRecorder(TorchFunctionMode):
             stack = _get_current_function_mode_stack()
             if self in stack or not any(isinstance(each, LossRecorder) for each in stack):
                 args, kwargs = mapped(_plain, (args, kwargs))
+        before = [(each, each.get_state()) for each in _generators_of(given)]
         result = func(*args, **kwargs)
         if is_hidden:
             self.hide(args[0] if handling is Handling.WRITE else result)
@@ -604,6 +607,7 @@ class LossRecorder(TorchFunctionMode):
             autocast_dtypes(),
             line,
             () if line is None else frame.f_code.co_consts,
+            [(each, state) for each, state in before if not _is_at(each, state)],
         )
         self.operations.append(operation)
         if isinstance(result, bool):
@@ -718,6 +722,19 @@ class LossRecorder(TorchFunctionMode):
             return _followed(result, self, EARLIER)
         remember(targets if handling is Handling.WRITE else result)
         return result
+
+
+def _generators_of(leaves: Iterable[Any]) -> list[torch.Generator]:
+    """Return what an operation on these may draw from."""
+    leaves = list(leaves)
+    devices = {each.device for each in leaves if isinstance(each, Tensor) and each.is_cuda}
+    found = [torch.default_generator]
+    found += [torch.cuda.default_generators[device.index] for device in devices]
+    return found + [each for each in leaves if isinstance(each, torch.Generator)]
+
+
+def _is_at(generator: torch.Generator, state: Tensor) -> bool:
+    return generator.get_state().numpy().tobytes() == state.numpy().tobytes()
 
 
 def _users_frame() -> FrameType:
