@@ -234,6 +234,12 @@ def test_small_requests_do_not_wait_for_the_compiler(monkeypatch):
     assert random.is_numba_chosen(random.PATIENCE)
 
 
+def test_nor_are_many_small_requests_left_to_the_reference(monkeypatch):
+    monkeypatch.setattr(random, "_num_served", 0)
+    num_waited = next(i for i in range(random.PATIENCE) if random.is_numba_chosen(1))
+    assert 100 < num_waited < 1000
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [
     (Distribution.NORMAL, torch.int64), (Distribution.SECURE_NORMAL, torch.bfloat16),
     (Distribution.BERNOULLI, torch.float32), (Distribution.UNIFORM24, torch.float64),

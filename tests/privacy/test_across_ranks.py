@@ -160,6 +160,19 @@ def test_arguments_that_differ_between_ranks_are_refused(world):
             attach(**settings)
 
 
+class Policy:
+    def __repr__(self) -> str:
+        return f"<Policy object of rank {dist.get_rank()}>"  # where Python has an address
+
+
+@ranks(2)
+def test_settings_that_are_objects_are_not_compared_by_their_addresses(world):
+    module = make_model()
+    groups = [{"params": module.parameters(), "lr": torch.tensor(0.1), "policy": Policy()}]
+    _, module, optimizer, private = attach(module, optimizer=torch.optim.SGD(groups))
+    train(module, optimizer, private, 1)
+
+
 def partly_frozen(rank: int) -> nn.Module:
     module = make_model()
     module[0].requires_grad_(rank > 0)

@@ -631,7 +631,7 @@ def scale_128(words: Tensor, n: int) -> Tensor:
 
 # numba compiles for seconds (once: the result is cached on disk), torch operations start at once.
 # Until this many elements have been asked for, the reference serves the CPU. A request of a few
-# counts for more: torch's operations take a tenth of a second for 32 of them, numba 3 ms.
+# counts for more: torch takes as long for it as for some thousand, since it is many operations.
 PATIENCE = 1 << 18
 _LEAST_COUNTED = 1 << 10
 

@@ -293,7 +293,7 @@ class PrivacyEngine:
                     "budget": budget,
                     "optimizer": type(optimizer).__name__,
                     **{
-                        f"{name} of parameter group {i}": len(value) if name == "params" else value
+                        f"{name} of parameter group {i}": _comparable(value)
                         for i, group in groups
                         for name, value in group.items()
                     },
@@ -640,6 +640,18 @@ def _noise_within(
         rounded_elements=num_trainable(module),
     )
     return {"noise_multiplier": noise_multiplier, "budget": budget}
+
+
+def _comparable(setting: Any) -> Any:
+    """What ranks can compare of an optimizer's setting: no device, and no address of an object."""
+    if isinstance(setting, torch.Tensor):
+        return setting.tolist()
+    if isinstance(setting, tuple):
+        return tuple(map(_comparable, setting))
+    if isinstance(setting, list):  # of parameters
+        return len(setting)
+    is_plain = setting is None or isinstance(setting, bool | int | float | str)
+    return setting if is_plain else type(setting).__name__
 
 
 def open_on_ranks(

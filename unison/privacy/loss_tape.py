@@ -27,7 +27,7 @@ import numbers
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import cache, partial
 from types import CodeType, FrameType
@@ -49,6 +49,7 @@ from unison.torch_internals import (
     FunctionMode,
     autocast_dtypes,
     graph_leaves,
+    is_recording,
     push_lowest,
     take_away,
     taken_away,
@@ -724,10 +725,11 @@ class LossRecorder(TorchFunctionMode):
         return result
 
 
-def _generators_of(leaves: Iterable[Any]) -> list[torch.Generator]:
-    """Return what an operation on these may draw from."""
-    leaves = list(leaves)
+def _generators_of(leaves: Sequence[Any]) -> list[torch.Generator]:
+    """Return what an operation on these may draw from; nothing while a CUDA graph is recorded."""
     devices = {each.device for each in leaves if isinstance(each, Tensor) and each.is_cuda}
+    if devices and is_recording():  # their states cannot be read then
+        return []
     found = [torch.default_generator]
     found += [torch.cuda.default_generators[device.index] for device in devices]
     return found + [each for each in leaves if isinstance(each, torch.Generator)]
