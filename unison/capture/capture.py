@@ -167,7 +167,7 @@ class Capture:
         tell_of_apply(_followed_apply)
         try:
             with (
-                marked(params.places, self, is_guarded=is_guarded),
+                marked(params, self, is_guarded=is_guarded),
                 flat_weights_renewed(recurrent) if recurrent else nullcontext(),
             ):
                 yield self

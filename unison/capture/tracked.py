@@ -12,7 +12,7 @@ take gradients: records are made from the values without a graph, so a gradient 
 by another way, and raises.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -50,10 +50,13 @@ class ParamRegistry:
         modules: By name.
         places: Of all parameters, in the order of `named_parameters()`.
         trained: Names of all places whose parameters take gradients.
+        tracked: Tracked tensors of the last pass, by the ids of their parameters, which the next
+            one may have. They hold the parameters' memory: `forget` lets it go.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.tracked: dict[int, Tracked] = {}
         self.refresh()
 
     def refresh(self) -> tuple[str, ...]:
@@ -79,42 +82,52 @@ class ParamRegistry:
         self.trained = tuple(each.name for each in self.places if each.parameter.requires_grad)
         return self.trained
 
+    def forget(self) -> None:
+        """Let go of the tracked tensors, and with them of the memory of parameters that move."""
+        self.tracked = {}
+
     def clear(self) -> None:
         """Let go of the model's parts."""
         self.modules, self.places, self.trained = [], [], ()
+        self.forget()
 
 
 @contextmanager
-def marked(placed: Sequence[Place], listener: "Capture", *, is_guarded: bool) -> Iterator[None]:
+def marked(params: ParamRegistry, listener: "Capture", *, is_guarded: bool) -> Iterator[None]:
     """Put a tracked tensor in all places of every trained parameter for this block.
 
     Args:
-        placed: All places of all parameters.
+        params: All places of all parameters.
         listener: Is told of the uses of the tracked tensors.
         is_guarded: As in `Capture.installed`.
     """
     tracked: dict[int, Tracked] = {}
+    earlier = params.tracked
     hidden: list[tuple[dict[str, Any], str, Any]] = []
     with ExitStack() as guards:
         try:
-            for module, attribute, parameter, name in placed:
+            for module, attribute, parameter, name in params.places:
                 if not parameter.requires_grad:
                     continue
                 attributes = module.__dict__
                 # What another context put in the parameter's place is what is computed with.
                 before = attributes.get(attribute)
                 if id(parameter) not in tracked:
-                    value = parameter if before is None else before
-                    made = Tracked.of(value, (Source(name),), listener)
-                    is_whole = type(made.value) is Tensor or not is_dtensor(value)
-                    made.is_parameter = isinstance(value, nn.Parameter) and is_whole
-                    made._is_param = made.is_parameter  # for `isinstance(w, nn.Parameter)`
+                    made = earlier.get(id(parameter)) if before is None else None
+                    if made is None or not made.is_of(name, parameter):
+                        value = parameter if before is None else before
+                        made = Tracked.of(value, (Source(name),), listener)
+                        is_whole = type(made.value) is Tensor or not is_dtensor(value)
+                        made.is_parameter = isinstance(value, nn.Parameter) and is_whole
+                        made._is_param = made.is_parameter  # for `isinstance(w, nn.Parameter)`
+                    made.listener = listener
                     tracked[id(parameter)] = made
                     if is_guarded:
                         hook = partial(refuse_gradient, name)
                         guards.callback(parameter.register_hook(hook).remove)
                 hidden.append((attributes, attribute, before))
                 attributes[attribute] = tracked[id(parameter)]
+            params.tracked = tracked
             yield
         finally:
             for attributes, attribute, before in hidden:
@@ -168,6 +181,19 @@ class Tracked(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             tracked.register_hook(partial(refuse_gradient, tracked.of_parameters[0]))
         return tracked
+
+    def is_of(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether it is this parameter as it is now: not moved since, nor given other memory."""
+        if type(parameter) is not nn.Parameter or self.of_parameters != (name,):
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            now, then = parameter, self.value
+            is_same = now.data_ptr() == then.data_ptr() and now.stride() == then.stride()
+            return is_same and (now.shape, now.dtype, now.device) == (
+                then.shape,
+                then.dtype,
+                then.device,
+            )
 
     def through(self, step: Back, value: Tensor) -> "Tracked":
         """Mark something made of this tensor; `step` leads a record of it back to one of this."""

@@ -91,9 +91,10 @@ def kept_dtype(records: Sequence[Record | Streamed]) -> torch.dtype:
 
 def materialize(records: Sequence[Record]) -> Tensor:
     """Form the per-sample gradients [batch, *shape] of one parameter, to be measured and kept."""
-    only, dtype = records[0] if len(records) == 1 else None, kept_dtype(records)
+    only = records[0] if len(records) == 1 else None
     if isinstance(only, Dense):
         return only.value if only.value[:1].is_contiguous() else only.value.contiguous()
+    dtype = kept_dtype(records)
     if isinstance(only, Product):
         left, right = factors(only)
         is_aligned = left.shape[2] % _ALIGNED == 0 and right.shape[2] % _ALIGNED == 0

@@ -24,9 +24,11 @@ what it had saved for them. Where it is known how much (`freed_bytes`), clipping
 what has been kept when a layer comes must fit into the budget and what has been freed by then.
 
 [Note: compiled passes] The peak of compiled passes is held against that of compiled ordinary
-training, which recomputes what is cheap and saves little more than the inputs and outputs of
-layers. What it saves it frees on the way back, and there is room for as much. Unless the user gives
-a budget, compiled passes may keep that, and so much more that the whole takes `COMPILED_SHARE` of
+training, which recomputes what is cheap: it saves little more than the inputs and outputs of
+layers, nor more than ordinary training that is not compiled, where it is known what that frees. (A
+layer's output may be the next one's input, but for an activation that saves nothing of its own.)
+What it saves it frees on the way back, and there is room for as much. Unless the user gives a
+budget, compiled passes may keep that, and so much more that the whole takes `COMPILED_SHARE` of
 ordinary training: weights, gradients and two moments, and what is saved. Of what is more the
 clipped sums take their part first, which are integers of four bytes in the place of gradients. They
 take one pass over the model, since more would not be compiled. A head that is tied to an embedding
@@ -38,7 +40,8 @@ says how much memory there is: what ordinary training takes with so many. Per-sa
 all layers may not fit into that. With half the rows they take half of it, so that no layer has to
 fall back on a slower method, and twice as many passes may be faster, though each reads and writes
 the clipped sums. They must save a twentieth of what clipping takes (`SAVING`): forward and backward
-of smaller passes take longer, by what is not known here.
+of smaller passes take longer, by what is not known here. Where not even the smallest of all methods
+fit, so that memory would be more than it should, it is enough that they take no longer.
 """
 
 import heapq
@@ -207,24 +210,43 @@ def fastest_compiled(
         most_rows: Rows of the largest pass, which says how much memory there is; those of this one
             if it is not given.
     """
-    timed = [[a for a in each if a.measured is not None] or each for each in options]
-    once = [[a for a in each if a.passes == (1, 1)] or each for each in timed]
-    no_wait, room = [0.0] * len(layers), 0
-    for i, layer in enumerate(layers):
-        is_mixed = len({use.kind for use in layer.uses}) > 1
-        kept = [a for a in once[i] if a.choice.is_kept]
-        if is_mixed and kept:
-            once[i] = kept
-        least = min(a.cost.kept_bytes for a in once[i])
-        most = max(layer.factor_bytes, least if is_mixed else 0)
-        room += most * max(most_rows or 0, layer.batch) // layer.batch
-    weights = sum(layer.numel * layer.itemsize for layer in layers)
-    wider_sums = sum(layer.numel * SUM_ITEMSIZE for layer in layers) - weights
-    room += max(0, int((COMPILED_SHARE - 1) * (4 * weights + room)) - wider_sums)
+    once = [_of_one_pass(*each) for each in zip(layers, options, strict=True)]
+    no_wait, room = [0.0] * len(layers), _room(layers, once, most_rows or 0)
     # Where not even the smallest fit, they are as small as can be.
     room = max(room, sum(min(a.cost.kept_bytes for a in each) for each in once))
     found = _within(once, no_wait, [room] * len(layers))
     return min(found, key=lambda chosen: total_seconds(chosen, no_wait))
+
+
+def _of_one_pass(layer: LayerShape, options: Sequence[Alternative]) -> list[Alternative]:
+    """Return a layer's alternatives in compiled passes: see [Note: compiled passes]."""
+    timed = [a for a in options if a.measured is not None] or list(options)
+    once = [a for a in timed if a.passes == (1, 1)] or timed
+    is_mixed = len({use.kind for use in layer.uses}) > 1
+    return (is_mixed and [a for a in once if a.choice.is_kept]) or once
+
+
+def _room(
+    layers: Sequence[LayerShape], options: Sequence[Sequence[Alternative]], most_rows: int
+) -> int:
+    """Return the bytes that compiled passes may keep: see [Note: compiled passes].
+
+    Args:
+        layers: Shapes of all layers.
+        options: Their alternatives in compiled passes.
+        most_rows: Rows of the largest pass, if there may be larger ones than this.
+    """
+    room, rows = 0, max([most_rows, *(layer.batch for layer in layers)])
+    for layer, each in zip(layers, options, strict=True):
+        is_mixed = len({use.kind for use in layer.uses}) > 1
+        least = min(a.cost.kept_bytes for a in each) if is_mixed else 0
+        room += max(layer.factor_bytes, least) * rows // layer.batch
+    saved = rows * max((layer.freed_per_sample for layer in layers), default=0)
+    if saved and not any(layer.is_checkpointed for layer in layers):
+        room = min(room, saved)
+    weights = sum(layer.numel * layer.itemsize for layer in layers)
+    wider_sums = sum(layer.numel * SUM_ITEMSIZE for layer in layers) - weights
+    return room + max(0, int((COMPILED_SHARE - 1) * (4 * weights + room)) - wider_sums)
 
 
 def rows_per_pass(plan_of: Callable[[int], "Plan"], most_rows: int) -> int:
@@ -239,7 +261,11 @@ def rows_per_pass(plan_of: Callable[[int], "Plan"], most_rows: int) -> int:
         plan = plan_of(rows)
         if all(each.is_fastest for each in plan.layers):
             break
-        if 2 * plan_of(rows // 2).seconds > (1 - SAVING) * plan.seconds:
+        layers = [each.layer for each in plan.layers]
+        options = [_of_one_pass(each.layer, each.alternatives) for each in plan.layers]
+        kept = sum(each.chosen.cost.kept_bytes for each in plan.layers)
+        saving = SAVING if kept <= _room(layers, options, most_rows) else 0.0
+        if 2 * plan_of(rows // 2).seconds > (1 - saving) * plan.seconds:
             break
         rows //= 2
     return rows

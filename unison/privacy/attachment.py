@@ -225,7 +225,7 @@ class Attachment:
         self._is_told = False  # that passes run uncompiled
         self._is_repeating = False  # runs the module again, for what was not kept
         # Of a pass whose own loss was sent back: refuses labels that couple samples.
-        self._label_check: Callable[[], None] | None = None
+        self._label_checks: list[Callable[[], None]] = []  # of passes since the last release
         self._hooked: set[nn.Module] = set()  # where users' backward hooks are followed
         # A forward pass: what it draws, and its samples where values move rows.
         self._following = ExitStack()
@@ -333,7 +333,6 @@ class Attachment:
     def drop_pass(self) -> None:
         """Forget a pass that is under way; its sums are not added."""
         self._following.close()
-        self._label_check = None
         if self._pass is not None:
             self._pass.context.close()
             self._pass.call = self._pass.summands = None
@@ -548,6 +547,8 @@ class Attachment:
                 backend = backend or backend_of_caller()
                 if backend is not None:
                     self._compile_with(backend)
+        if batch.is_first:  # those of a logical batch that was left are of no matter
+            self._label_checks = []
         num_rows = self._dealing.parts[0].num_rows  # all granules have as many
         inputs = self._inputs_of(args, kwargs, num_rows)
         if self._owner.everyone.size > 1:
@@ -698,13 +699,24 @@ class Attachment:
                 raise UnsupportedOperation(self.learning.refusal)
             if self._follows_loss:
                 self._refuse_other_reduction(gradient, num_samples)
-            self._label_check = label_check(
-                [
-                    torch.cat([part.movedim(dim, 0) for part in unpacked(leaf)])
-                    for leaf in tree_leaves(given)
-                    if any(holds_samples(unpacked(leaf)[0], n, dim) for n in sizes)
-                ]
-            )
+            labels = [
+                torch.cat([part.movedim(dim, 0) for part in unpacked(leaf)])
+                for leaf in tree_leaves(given)
+                if any(holds_samples(unpacked(leaf)[0], n, dim) for n in sizes)
+            ]
+            self._label_checks.append(label_check(labels))
+
+    def _check_labels(self, running: RunningPass) -> None:
+        """Refuse samples with different numbers of labels, before anything of them is released.
+
+        A GPU is waited for once in a logical batch: the host may be several passes ahead of it.
+        """
+        assert self.plan is not None
+        can_wait = self.plan.machine == "cuda" and running.num_backwards == 1
+        if running.batch.is_last or not can_wait:
+            checks, self._label_checks = self._label_checks, []
+            for check in checks:
+                check()
 
     def _refuse_other_reduction(self, gradient: Tensor, num_samples: int) -> None:
         """Refuse a module's own loss that is a sum where the loss is said to be a mean, or reverse.
@@ -750,8 +762,7 @@ class Attachment:
         for granule, clipping in running.clippings.items():
             clipping.begin_second_pass(running.coefficients[granule])
         if self._follows_loss:
-            if self._label_check is not None:
-                self._label_check()
+            self._check_labels(running)
             cast("PrivateTraining", self._training).begin_sums(running)
 
     def _repeat_forward(
@@ -799,8 +810,7 @@ class Attachment:
         try:
             # Hooks may write in the backward pass.
             refuse_written(self.params.modules, running.buffers, self.learning.may_write)
-            if self._label_check is not None:
-                self._label_check()
+            self._check_labels(running)
             self._decide(running)
             if running.call is not None:
                 self._repeat_forward(running, *running.call)
@@ -809,6 +819,8 @@ class Attachment:
             running.clippings.clear()
             running.coefficients.clear()
             running.call = running.summands = None
+            if running.batch.is_last:
+                self.params.forget()
             # Sharded units end their own backward pass after this, and must still know that there
             # are no gradients for them to sum.
             _queue(running.context.close)
