@@ -7,8 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import unison
 from unison.errors import BadInput, UnsupportedOperation
 from unison.models import build, preset
 from unison.privacy import PrivacyEngine, graph, training
@@ -241,6 +243,26 @@ def test_a_pass_is_followed_when_it_is_recorded(reduction):
 
     with pytest.raises(UnsupportedOperation, match="depend"):
         engine.capture_graph(mixed, *batch)
+
+
+@pytest.mark.usefixtures("recording_on_a_cpu")
+def test_a_compiled_pass_is_recorded():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(31, 8), nn.Linear(8, 31))
+    engine = PrivacyEngine(accountant="rdp")
+    model, _, loader = engine.make_private(
+        module=torch.compile(module, backend="aot_eager"),
+        optimizer=sgd(module.parameters()),
+        data_loader=DataLoader(TensorDataset(torch.arange(24).view(8, 3)), 4, shuffle=True),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        max_physical_batch_size=2,
+    )
+    (ids,) = next(iter(loader))
+    engine.capture_graph(lambda x: unison.per_sample_loss(model(x), x), ids)
+    passes = engine._attached.attachment._compiled
+    assert (passes.num_graphs, passes.refusal) == (1, None)
 
 
 def test_a_cpu_has_no_graphs():

@@ -309,8 +309,8 @@ class Attachment:
         """Let another decide in this block: for passes that are not of the loader's batches.
 
         Args:
-            graphed: Stands in for the dealing (`granule`, `parts`, `most_rows`, `mean_was_used`)
-                and for the training (`current`, `coefficients`, `add_sums`).
+            graphed: Stands in for the dealing (`granule`, `parts`, `most_rows`, `mean_was_used`,
+                `max_physical_batch_size`) and for the training (`current`, `coefficients`, `add_sums`).
         """
         self.drop_pass()
         kept = self._dealing, self._training

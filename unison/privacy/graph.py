@@ -71,9 +71,10 @@ class GraphedPass:
         current: The batch of the pass that is run; of nobody's records.
         parts: Its rows, which are not cut.
         most_rows: How many.
+        max_physical_batch_size: None: other passes may not have fewer.
     """
 
-    granule, mean_was_used = None, False
+    granule, max_physical_batch_size, mean_was_used = None, None, False
 
     def __init__(
         self,
