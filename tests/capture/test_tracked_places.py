@@ -1,6 +1,8 @@
 """Tracked tensors in the places of parameters: put there for a pass, and nothing gets past them."""
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -33,19 +35,22 @@ def batch() -> Tensor:
 
 
 class Passes:
-    """Captures of one module, one after the other."""
+    """Captures of one module, one after the other; they may know its parameters all the while."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, known: ParamRegistry | None = None) -> None:
+        self.model, self.known = model, known
 
     def marks(self) -> dict[str, Any]:
         """Run a pass, and return what lay in the places."""
         self.records: list[str] = []
+        if self.known is not None:
+            self.known.refresh()
         capture = Capture(
             self.model,
             3,
             axes=learn_axes(self.model, run, batch()),
             on_record=lambda name, _: self.records.append(name),
+            known=self.known,
         )
         with capture.installed():
             found = {
@@ -76,6 +81,22 @@ def test_marks_lie_in_all_places_of_what_is_trained():
         ]
 
 
+def test_marks_are_kept_until_they_are_forgotten():
+    """They hold memory, of which a user who moves the model must not find more than his own."""
+    model = Model()
+    params = ParamRegistry(model)
+    passes = Passes(model, params)
+    before = passes.marks()
+    after = passes.marks()
+    assert all(after[name] is mark for name, mark in before.items())
+    assert sorted(passes.records) == ["first.bias", "first.weight", "first.weight", "second.bias"]
+    marks = [ref(mark) for mark in after.values()]
+    params.forget()
+    del before, after
+    gc.collect()
+    assert all(mark() is None for mark in marks)
+
+
 def replace_values(model: Model) -> None:
     model.first.weight.data = model.first.weight.data.clone()
 
@@ -100,9 +121,10 @@ def replace_everything(model: Model) -> None:
     "change",
     [replace_values, transpose_values, replace_parameter, replace_dictionary, replace_everything],
 )
-def test_another_memory_is_marked_anew(change):
+@pytest.mark.parametrize("is_known", [False, True])
+def test_another_memory_is_marked_anew(change, is_known):
     model = Model()
-    passes = Passes(model)
+    passes = Passes(model, ParamRegistry(model) if is_known else None)
     before = passes.marks()["first.weight"]
     change(model)
     after = passes.marks()["first.weight"]

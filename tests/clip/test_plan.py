@@ -23,6 +23,7 @@ from unison.clip import (
     measure,
     plan_clipping,
 )
+from unison.clip import plan as plans
 from unison.clip.costs import method_costs
 from unison.clip.plan import COMPILED_SHARE, rows_per_pass
 from unison.errors import BadInput, UnsupportedOperation
@@ -245,6 +246,32 @@ def test_compiled_passes_have_fewer_rows_where_all_layers_are_then_faster(inner,
     )
     assert alone.bytes_needed <= plan_of(4).bytes_needed
     assert rows_per_pass(plan_of, 7) == 7
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1024, 4), (16, 8)])
+def test_passes_have_fewer_rows_where_even_the_smallest_methods_keep_too_much(
+    monkeypatch, tokens, rows
+):
+    """As with ReLUs, of which training saves less; and where they take no longer than one."""
+    monkeypatch.setattr(plans, "SAVING", 0.5)  # no passes of fewer rows for time's sake
+    layers = [linear(f"{i}.weight", tokens, 4096, 2048, 1) for i in range(8)]
+    saved = sum(layer.factor_bytes for layer in layers) // 3
+
+    def plan_of(num_rows: int, freed: int = saved) -> Plan:
+        batches = [
+            replace(layer, batch=num_rows, itemsize=2, freed_per_sample=freed) for layer in layers
+        ]
+        return plan_clipping(batches, machine="cuda", is_compiled=True, most_rows=8)
+
+    def kept(plan: Plan) -> int:
+        return sum(each.chosen.cost.kept_bytes for each in plan.layers)
+
+    assert rows_per_pass(lambda num_rows: plan_of(num_rows, freed=0), 8) == 8
+    assert 8 * saved < kept(plan_of(8)) <= kept(plan_of(8, freed=0))
+    assert rows_per_pass(plan_of, 8) == rows
+    if rows < 8:
+        assert kept(plan_of(rows)) <= 8 * saved
+        assert 8 // rows * plan_of(rows).seconds <= plan_of(8).seconds
 
 
 def test_an_input_that_layers_share_is_kept_once():

@@ -1,6 +1,7 @@
 """Models of transformers in the user's loop: their own loss, and a loss of their logits."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.harness.oracle import clipped_sum
 from tests.privacy.common import attach
 from unison.errors import UnsupportedOperation
 from unison.models import per_sample_loss
+from unison.privacy.learning import Learning
 
 transformers = pytest.importorskip("transformers")
 
@@ -67,6 +69,37 @@ def test_an_uneven_loss_of_its_own_is_refused():
     with pytest.raises(UnsupportedOperation, match=r"unison\.per_sample_loss"):
         output.loss.backward()
     assert engine.ledger.num_intents == 0
+
+
+@pytest.mark.parametrize("machine", ["cpu", "cuda"])
+def test_uneven_labels_of_an_earlier_pass_are_refused_before_a_release(monkeypatch, machine):
+    """A GPU is not waited for in passes before the last one."""
+    plan = Learning.plan
+    monkeypatch.setattr(
+        Learning, "plan", lambda *args, **given: replace(plan(*args, **given), machine=machine)
+    )
+    data = DataLoader(TensorDataset(rows()), batch_size=12, shuffle=True)
+    settings = {"poisson_sampling": False, "max_physical_batch_size": 4}
+    engine, module, optimizer, private = attach(gpt2(), data_loader=data, **settings)
+    numbers = iter(range(6))
+
+    def train(uneven: int) -> None:
+        for (ids,) in private:
+            labels = ids.clone()
+            if next(numbers) == uneven:
+                labels[0, 4:] = -100
+            module(input_ids=ids, labels=labels).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(UnsupportedOperation, match=r"unison\.per_sample_loss"):
+        train(uneven=1)
+    assert engine.ledger.num_intents == 0
+    assert next(numbers) == (2 if machine == "cpu" else 3)
+    private.abandon()
+    numbers = iter(range(6))
+    train(uneven=-1)  # what was found in the step that was given up is forgotten
+    assert engine.ledger.num_commits == 2
 
 
 class Summed(nn.Module):

@@ -259,12 +259,12 @@ def rows_per_pass(plan_of: Callable[[int], "Plan"], most_rows: int) -> int:
     rows = most_rows
     while rows % 2 == 0:
         plan = plan_of(rows)
-        if all(each.is_fastest for each in plan.layers):
-            break
         layers = [each.layer for each in plan.layers]
         options = [_of_one_pass(each.layer, each.alternatives) for each in plan.layers]
         kept = sum(each.chosen.cost.kept_bytes for each in plan.layers)
         saving = SAVING if kept <= _room(layers, options, most_rows) else 0.0
+        if saving and all(each.is_fastest for each in plan.layers):
+            break
         if 2 * plan_of(rows // 2).seconds > (1 - saving) * plan.seconds:
             break
         rows //= 2

@@ -310,7 +310,8 @@ class Attachment:
 
         Args:
             graphed: Stands in for the dealing (`granule`, `parts`, `most_rows`, `mean_was_used`,
-                `max_physical_batch_size`) and for the training (`current`, `coefficients`, `add_sums`).
+                `max_physical_batch_size`) and for the training (`current`, `coefficients`,
+                `add_sums`).
         """
         self.drop_pass()
         kept = self._dealing, self._training
