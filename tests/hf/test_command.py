@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.cli.conftest import unison as unison_fixture
 from tests.fuzz.test_no_pickle import Evil, unpickled
 from tests.hf.common import bert, folder_of_model, ledger_counts, llama, tokenizer
 from unison.errors import BadInput
-from unison.hf import PrivateTrainer
+from unison.hf import FinetuneConfig, PrivateTrainer
 from unison.hf.command import _load, _row, generate, read_records, resume
 from unison.models import ModelConfig, build, save
 from unison.run_files import COUNTERFACTUAL_FILE
@@ -151,6 +152,11 @@ def test_a_run_of_train_is_exported(family, tmp_path, unison):
     assert code == 2
     assert "ε = ∞" in error
     assert not (tmp_path / "other").exists()
+
+
+def test_paths_may_be_given_as_text():
+    config = FinetuneConfig(model="base", data="x.jsonl", out="run")
+    assert (config.model, config.data, config.out) == (Path("base"), Path("x.jsonl"), Path("run"))
 
 
 def test_only_what_is_answered_has_labels():

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
@@ -149,6 +150,7 @@ def attached(module: Any, **settings: Any) -> Any:
 
 @ranks(1)
 def test_refused(world):
+    mesh = init_device_mesh("cpu", (world.size,))  # else torch takes a GPU that is there
     for granule in (None, 2):
         model: Any = unison.use_ordered_reduction(fsdp2(build(CONFIG, seed=3), world))
         reason = r"make_private\(granule=\)" if granule is None else "leave poisson_sampling out"
@@ -158,21 +160,21 @@ def test_refused(world):
         assert ordered_model_of(model) is not None  # as before
     model = build(CONFIG, seed=3)
     for block in find_blocks(model):
-        fully_shard(block)
+        fully_shard(block, mesh=mesh)
     with pytest.raises(BadInput, match=r"'token_embeddings.weight' is trained and not sharded"):
         attached(model)
-    model = fully_shard(nn.Linear(6, 6), shard_placement_fn=lambda _: Shard(0))
+    model = fully_shard(nn.Linear(6, 6), mesh=mesh, shard_placement_fn=lambda _: Shard(0))
     model.bias = nn.Parameter(torch.zeros(6))
     with pytest.raises(BadInput, match="'bias' is trained and not sharded"):
         attached(model)
     model = nn.Linear(6, 6, bias=False)
-    fully_shard(model, shard_placement_fn=lambda _: Shard(1))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
     with pytest.raises(UnsupportedOperation, match=r"'weight' has the placements \(Shard\(dim=1\)"):
         attached(model)
     model = build(CONFIG, seed=3)
-    fully_shard(list(model.layers))
+    fully_shard(list(model.layers), mesh=mesh)
     with pytest.raises(UnsupportedOperation, match="several modules in one fully_shard call"):
-        attached(fully_shard(model), granule=2)
+        attached(fully_shard(model, mesh=mesh), granule=2)
     assert PLACING not in model.__dict__
 
 

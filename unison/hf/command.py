@@ -80,6 +80,8 @@ class FinetuneConfig:
     checkpoint_every: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("model", "data", "out"):  # or text, from users and from some versions of Typer
+            object.__setattr__(self, name, Path(getattr(self, name)))
         check.positive(
             epochs=self.epochs,
             batch_size=self.batch_size,

@@ -26,8 +26,9 @@ def test_refused_when_attached(world):
     with pytest.raises(BadInput, match="is not under FSDP2; call"):
         use_ordered_reduction(lm())
     blocks_only = lm()
+    mesh = init_device_mesh("cpu", (world.size,))  # else torch takes a GPU that is there
     for block in find_blocks(blocks_only):
-        fully_shard(block)
+        fully_shard(block, mesh=mesh)
     with pytest.raises(BadInput, match="then on the model itself"):
         use_ordered_reduction(blocks_only)
     with pytest.raises(BadInput, match="pass reducer='ordered' there"):
@@ -51,11 +52,11 @@ def test_refused_when_attached(world):
     with pytest.raises(UnsupportedOperation, match=r"layers.0 is compiled"):
         use_ordered_reduction(model)
     model = lm()
-    fully_shard([model.layers[0], model.layers[1]])
+    fully_shard([model.layers[0], model.layers[1]], mesh=mesh)
     with pytest.raises(UnsupportedOperation, match="once per module"):
-        use_ordered_reduction(fully_shard(model))
+        use_ordered_reduction(fully_shard(model, mesh=mesh))
     model = lm()
-    fully_shard(model, ignored_params={model.ln_final.bias})
+    fully_shard(model, mesh=mesh, ignored_params={model.ln_final.bias})
     with pytest.raises(BadInput, match=r"'ln_final.bias' is not sharded"):
         use_ordered_reduction(model)
     assert "_unison_ordered_model" not in model.__dict__
