@@ -283,12 +283,16 @@ CHANGED: dict[str, tuple[Tool, str]] = {
     "weight_norm": (lambda module, *_: parametrizations.weight_norm(module[0]), "original0 was"),
     "pruned": (
         lambda module, *_: prune.l1_unstructured(module[0], "weight", amount=0.3),
-        "weight_orig was frozen or thawed since make_private; detach",
+        "weight_orig was added to the module since make_private; detach",
     ),
     "frozen": (lambda module, *_: module.requires_grad_(False), "0.weight was frozen or thawed"),
     "assigned": (
         lambda module, *_: module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True),
         "0.weight is another parameter than when make_private was called",
+    ),
+    "resized": (
+        lambda module, *_: setattr(module[2].weight, "data", torch.zeros(5, 16)),
+        r"2.weight has the shape \[5, 16\] and had \[3, 16\] when make_private was called",
     ),
 }
 

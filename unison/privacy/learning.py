@@ -110,6 +110,8 @@ class Learning:
         self._owner, self._params = owner, params
         params.refresh()
         self._private = _held_by(params, owner)
+        self._shapes = {each.name: tuple(each.shape) for each in owner.params}
+        self._known = {each.name for each in params.places}
         self._learned: dict[Any, Learned] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._refusals: dict[Any, str | None] = {}
@@ -161,9 +163,10 @@ class Learning:
         for place in self._params.places:
             name, parameter = place.name, place.parameter
             if parameter.requires_grad != (name in self._private):
+                what = "frozen or thawed" if name in self._known else "added to the module"
                 raise BadInput(
-                    f"{name} was frozen or thawed since make_private; detach the engine and make "
-                    "the module private again"
+                    f"{name} was {what} since make_private; detach the engine and make the module "
+                    "private again"
                 )
             before = self._private.get(name)
             if before is not None and parameter is not before:
@@ -172,6 +175,12 @@ class Learning:
                     "gradients would go to the one that the optimizer holds. Change the values in "
                     "place instead (parameter.data.copy_), or detach the engine and make the "
                     "module private again"
+                )
+            if before is not None and (shape := tuple(parameter.shape)) != self._shapes[name]:
+                raise BadInput(
+                    f"{name} has the shape {list(shape)} and had {list(self._shapes[name])} when "
+                    "make_private was called (parameter.data was set to another tensor); detach "
+                    "the engine and make the module private again, with an optimizer of its own"
                 )
             for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
                 if before is not None and hooks is not None and len(hooks) > 1:
