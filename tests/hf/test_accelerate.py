@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 pytest.importorskip("accelerate")
 
+from accelerate import skip_first_batches
 from accelerate.utils import DataLoaderConfiguration
 
 import unison
@@ -78,6 +79,12 @@ def without_accelerate():
 
 QUICK = ("all before", "all after")
 LONG = [pytest.param(order, marks=pytest.mark.full) for order in ORDERS if order not in QUICK]
+
+
+def test_records_are_not_skipped():
+    *_, private = attach()
+    with pytest.raises(AttributeError, match=r"none may be skipped .*load the engine"):
+        skip_first_batches(private, 2)
 
 
 @pytest.mark.parametrize("order", [*QUICK, *LONG])

@@ -163,6 +163,16 @@ class PrivateLoader:
         """Logical batches in an epoch, a public number: optimizer steps, not physical batches."""
         return self._draws.steps_per_epoch
 
+    def __getattr__(self, name: str) -> Any:
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in ("sampler", "batch_sampler"):
+            message += (
+                ": it draws records by a secret key, and none may be skipped or drawn by another "
+                "sampler (as accelerate's skip_first_batches would). To go on after a stop load "
+                "the engine's state, which says where the loader was"
+            )
+        raise AttributeError(message)
+
     def __iter__(self) -> Iterator[Any]:
         if self._live() is not None:
             raise BadInput(
