@@ -98,7 +98,28 @@ def test_uneven_labels_of_an_earlier_pass_are_refused_before_a_release(monkeypat
     assert next(numbers) == (2 if machine == "cpu" else 3)
     private.abandon()
     numbers = iter(range(6))
-    train(uneven=-1)  # what was found in the step that was given up is forgotten
+    train(uneven=-1)
+    assert engine.ledger.num_commits == 2
+
+
+def test_labels_of_a_step_that_was_given_up_are_of_no_matter(monkeypatch):
+    """On a GPU, where they are looked at in the last pass, which did not come."""
+    plan = Learning.plan
+    monkeypatch.setattr(
+        Learning, "plan", lambda *args, **given: replace(plan(*args, **given), machine="cuda")
+    )
+    data = DataLoader(TensorDataset(rows()), batch_size=12, shuffle=True)
+    settings = {"poisson_sampling": False, "max_physical_batch_size": 4}
+    engine, module, optimizer, private = attach(gpt2(), data_loader=data, **settings)
+    (ids,) = next(iter(private))
+    labels = ids.clone()
+    labels[0, 4:] = -100
+    module(input_ids=ids, labels=labels).loss.backward()
+    private.abandon()
+    for (ids,) in private:
+        optimizer.zero_grad()
+        module(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
     assert engine.ledger.num_commits == 2
 
 

@@ -34,11 +34,11 @@ def replace_module(module: Any) -> None:
 
 
 CHANGES = [
-    (freeze, r"2\.bias"),
-    (thaw, r"0\.weight"),
-    (add_parameter, r"0\.scale"),
-    (add_module, r"3\.weight"),
-    (replace_module, r"2\.0\.weight"),
+    (freeze, r"2\.bias", "frozen or thawed"),
+    (thaw, r"0\.weight", "frozen or thawed"),
+    (add_parameter, r"0\.scale", "added to the module"),
+    (add_module, r"3\.weight", "added to the module"),
+    (replace_module, r"2\.0\.weight", "added to the module"),
 ]
 
 
@@ -48,29 +48,29 @@ def half_frozen() -> nn.Sequential:
     return module
 
 
-@pytest.mark.parametrize(("change", "name"), CHANGES)
+@pytest.mark.parametrize(("change", "name", "what"), CHANGES)
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_change_between_draw_and_forward_pass_is_refused(change, name, steps):
+def test_a_change_between_draw_and_forward_pass_is_refused(change, name, what, steps):
     engine, module, optimizer, private = attach(half_frozen())
     train(module, optimizer, private, steps)
     x, _ = next(iter(private))
     change(module)
-    with pytest.raises(BadInput, match=f"{name} was (frozen or thawed|added to the module) since"):
+    with pytest.raises(BadInput, match=f"{name} was {what} since"):
         module(x)
-    with pytest.raises(BadInput, match=f"{name} was (frozen or thawed|added to the module) since"):
+    with pytest.raises(BadInput, match=f"{name} was {what} since"):
         module(x)  # and again: nothing was learned from the first time
     assert engine.ledger.num_intents == steps
     assert not any(name in vars(each) for each in module.modules() for name in each._parameters)
     engine.detach()
 
 
-@pytest.mark.parametrize(("change", "name"), CHANGES)
+@pytest.mark.parametrize(("change", "name", "what"), CHANGES)
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_change_between_steps_is_refused(change, name, steps):
+def test_a_change_between_steps_is_refused(change, name, what, steps):
     engine, module, optimizer, private = attach(half_frozen())
     train(module, optimizer, private, steps)
     change(module)
-    with pytest.raises(BadInput, match=f"{name} was (frozen or thawed|added to the module) since"):
+    with pytest.raises(BadInput, match=f"{name} was {what} since"):
         train(module, optimizer, private, 1)
     assert engine.ledger.num_intents == steps
 

@@ -181,6 +181,11 @@ class LayerShape:
     is_variable: bool = False
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether it has uses of several kinds, as a head that is tied to an embedding."""
+        return len({use.kind for use in self.uses}) > 1
+
+    @property
     def factor_bytes(self) -> int:
         """Bytes of the inputs and outputs of its products, and of the outputs of its lookups."""
         found = 0

@@ -222,8 +222,7 @@ def _of_one_pass(layer: LayerShape, options: Sequence[Alternative]) -> list[Alte
     """Return a layer's alternatives in compiled passes: see [Note: compiled passes]."""
     timed = [a for a in options if a.measured is not None] or list(options)
     once = [a for a in timed if a.passes == (1, 1)] or timed
-    is_mixed = len({use.kind for use in layer.uses}) > 1
-    return (is_mixed and [a for a in once if a.choice.is_kept]) or once
+    return (layer.is_mixed and [a for a in once if a.choice.is_kept]) or once
 
 
 def _room(
@@ -238,8 +237,7 @@ def _room(
     """
     room, rows = 0, max([most_rows, *(layer.batch for layer in layers)])
     for layer, each in zip(layers, options, strict=True):
-        is_mixed = len({use.kind for use in layer.uses}) > 1
-        least = min(a.cost.kept_bytes for a in each) if is_mixed else 0
+        least = min(a.cost.kept_bytes for a in each) if layer.is_mixed else 0
         room += max(layer.factor_bytes, least) * rows // layer.batch
     saved = rows * max((layer.freed_per_sample for layer in layers), default=0)
     if saved and not any(layer.is_checkpointed for layer in layers):

@@ -110,6 +110,7 @@ def resume(run: Path) -> dict[str, Any]:
     Raises:
         BadInput: There is no run, no checkpoint, or nothing left to do.
     """
+    run = Path(run)
     path = run / SETTINGS_FILE
     if not path.exists():
         raise BadInput(f"{run} is no run of `unison finetune`: it has no {SETTINGS_FILE}")
@@ -201,6 +202,7 @@ def _run(config: FinetuneConfig, privacy: Privacy, *, is_resumed: bool) -> dict[
 
 def generate(run: Path, prompt: str, *, max_new_tokens: int = 64) -> str:
     """Return what the model of a run says after a prompt, by the most likely token each time."""
+    run = Path(run)
     if _kind(run) != "causal-lm":
         raise BadInput(f"{run} is a run of a classifier, which generates no text")
     tokenizer, model = _load(run / MODEL_FOLDER, AutoModelForCausalLM)
@@ -224,6 +226,7 @@ def export(run: Path, out: Path, to: str) -> Path:
     Returns:
         The folder, or the file in it.
     """
+    run, out = Path(run), Path(out)
     if out.exists():
         raise BadInput(f"{out} is there already; choose another --out")
     if (run / COUNTERFACTUAL_FILE).exists():

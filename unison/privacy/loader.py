@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from operator import gt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -163,15 +163,20 @@ class PrivateLoader:
         """Logical batches in an epoch, a public number: optimizer steps, not physical batches."""
         return self._draws.steps_per_epoch
 
-    def __getattr__(self, name: str) -> Any:
-        message = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name in ("sampler", "batch_sampler"):
-            message += (
-                ": it draws records by a secret key, and none may be skipped or drawn by another "
-                "sampler (as accelerate's skip_first_batches would). To go on after a stop load "
-                "the engine's state, which says where the loader was"
-            )
-        raise AttributeError(message)
+    @property
+    def sampler(self) -> NoReturn:
+        """There is none: accelerate's `skip_first_batches` would make another loader of it.
+
+        Raises:
+            AttributeError: Always, so that `hasattr` says no.
+        """
+        raise AttributeError(
+            "a PrivateLoader has no sampler of its own: it draws records by a secret key, and none "
+            "may be skipped or drawn by another sampler, as accelerate's skip_first_batches would. "
+            "To go on after a stop load the engine's state, which says where the loader was"
+        )
+
+    batch_sampler = sampler
 
     def __iter__(self) -> Iterator[Any]:
         if self._live() is not None:
