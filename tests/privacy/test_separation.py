@@ -2,9 +2,11 @@
 
 import gc
 import json
+import math
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from tests.harness import run_on_ranks
 from tests.privacy.common import NUM_CLASSES, attach, data, make_model
 from unison.clip import clipped_gradients
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
-from unison.privacy import loss_check, loss_tape
+from unison.privacy import loss_check, loss_program, loss_tape
 
 STATE = r"earlier step|changes from step|left torch"
 
@@ -616,6 +618,88 @@ def test_random_numbers_of_the_loop_belong_to_their_rows(loss):
     engine.detach()
     refused(lambda m, x, y: loss(m, x, y) / len(x), "neither 1 nor .*, the factor of a mean")
     refused(lambda m, x, y: loss(m, x, y) * m(x).mean(), "rows meet in")
+
+
+# How a mean is changed by the number of rows, and in how many passes that is found out at most.
+OF_ROWS = {
+    "a root": (lambda value, n, step: value / n**0.5, 3),
+    "numpy's root": (lambda value, n, step: value * np.sqrt(n), 3),
+    "a square": (lambda value, n, step: value * n / n**2, 3),
+    "a logarithm": (lambda value, n, step: value / math.log(n + 1), 3),
+    "one more": (lambda value, n, step: value * (1 + 1 / n), 8),
+    "a table": (lambda value, n, step: value * (0.37, 1.3, 0.62, 2.1, 0.9)[n % 5], 20),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_a_number_that_the_number_of_rows_decides_is_refused(name):
+    """Python tells nobody of `len(x)`, so that passes of several sizes are compared."""
+    change, most = OF_ROWS[name]
+    engine, module, optimizer, private = attach()
+    step = 0
+    with pytest.raises(UnsupportedOperation, match="gradient"):  # noqa: PT012
+        for step, (x, y) in enumerate(batch for _ in range(2) for batch in private):
+            change(F.cross_entropy(module(x), y), len(x), step).backward()
+            optimizer.step()
+    assert step < most
+    engine.detach()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda value, step: value * step / 100,
+        lambda value, step: value * 0.5**step,
+        lambda value, step: value * (1 + step % 2),
+        lambda value, step: value * (0.3 if step < 7 else 0.1),
+        lambda value, step: value * (1 + step),
+        lambda value, step: value * math.cos(step),
+        lambda value, step: value / (1 + step) ** 0.5,
+    ],
+)
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_number_of_a_schedule_is_not(change, seed):
+    engine, module, optimizer, private = attach(seed=seed, recheck=True)
+    for step, (x, y) in enumerate(batch for _ in range(3) for batch in private):
+        optimizer.zero_grad()
+        change(F.cross_entropy(module(x), y), step).backward()
+        optimizer.step()
+    assert engine.ledger.num_commits == 30
+    engine.detach()
+
+
+def test_a_number_that_rows_decide_may_change_nothing():
+    """Rows of padding that a loss leaves out are as many as it likes."""
+    engine, module, optimizer, private = attach(recheck=True)
+    for x, y in private:
+        optimizer.zero_grad()
+        whole = F.pad(module(x), (0, 0, 0, 40 - len(x)))
+        F.cross_entropy(whole[: len(x)], y).backward()
+        optimizer.step()
+    assert engine.ledger.num_commits == 10
+    engine.detach()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "number", "expected"),
+    [
+        ([5, 7], lambda n, step: n**0.5, True),
+        ([4, 9], lambda n, step: n**0.5, False),  # 2 and 3 may be chance
+        ([4, 9, 16], lambda n, step: n**-0.5, True),
+        ([5, 7], lambda n, step: 1.0, False),
+        ([5, 5, 5], lambda n, step: n**0.5, False),
+        ([2, 3, 4, 6], lambda n, step: 3.0 + n, True),
+        ([2, 3, 4], lambda n, step: 0.5**step, False),
+        ([2, 3, 2, 3, 2, 3], lambda n, step: step % 2, False),
+        ([5, 7, 9, 5, 7, 9, 5], lambda n, step: math.sin(n), True),
+        ([5, 7, 9, 5, 7, 9, 5], lambda n, step: math.sin(n) + step, False),
+        ([0, 1], lambda n, step: n**0.5, False),
+        ([], None, False),
+    ],
+)
+def test_what_is_a_function_of_the_number_of_rows(sizes, number, expected):
+    history = [(size, number(size, step)) for step, size in enumerate(sizes)]
+    assert loss_program.is_function_of_size(history) is expected
 
 
 def with_numbers(records):

@@ -10,6 +10,8 @@ of the batch, and on public constants. The program is run again
      away, and by copies of one row. Where bits differ the comparison is made again in float64,
      where 1e-9 of the row's scale is rounding;
   2. at another number of rows, where gradients may change by the factor of a mean, and no other.
+     Python's numbers stay as they are then, unless they are multiples of the number of rows. What
+     else may be made of it is seen by comparing numbers, and then gradients, over several passes.
 
 This is a randomised test: it proves coupling, never its absence. It is repeated for each new path
 through the user's code and at passes 1, 2, 4, 8, …; what a single batch can show to be wrong
@@ -24,6 +26,7 @@ module (`unison.capture.separation`); how many labels count is a matter of every
 
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -46,6 +49,8 @@ from unison.privacy.loss_program import (
     far_values,
     is_close,
     is_equal,
+    is_explained,
+    is_function_of_size,
     is_rounding,
     is_same,
     may_branch,
@@ -148,6 +153,10 @@ class LossCheck:
         self._checked: dict[tuple, tuple[int, Sequence[float], Gradients, Gradients, list]] = {}
         # Paths whose numbers were taken for multiples of the number of rows.
         self._with_multiples: set[tuple] = set()
+        # Of each path: rows and numbers of its last passes; the places of numbers that rows seem to
+        # decide, and whether gradients were compared since.
+        self._history: dict[tuple, deque[tuple[int, Sequence[float]]]] = {}
+        self._of_rows: dict[tuple, dict[int, bool]] = {}
         self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
         self._pending: list[tuple[Callable[[], Tensor], Operation, str]] = []
         self.num_checks = 0
@@ -254,6 +263,7 @@ class LossCheck:
             if program.kind not in self._checked:
                 self._keep(program, program.outputs)
         elif rows.num_units > 1:
+            is_due |= self._follows_rows(program)
             if known is None or is_due:
                 self.num_checks += 1
                 self.finish()  # the check waits for the device anyway, and this says more
@@ -261,6 +271,26 @@ class LossCheck:
                 self._check(program, loss)
             self._taken[program.kind] = rows.num_rows, numbers
         return bool(program.terms)
+
+    def _follows_rows(self, program: Program) -> bool:
+        """Whether a number may be a function of the number of rows, and it can be looked at now."""
+        kind, size, numbers = program.kind, self._rows.num_rows, program.numbers
+        history = self._history.setdefault(kind, deque(maxlen=64))
+        if history and len(history[0][1]) != len(numbers):
+            history.clear()
+        history.append((size, numbers))
+        of_rows = self._of_rows.setdefault(kind, {})
+        for i, number in enumerate(numbers):
+            first = history[0][0], history[0][1][i]
+            is_public = isinstance(number, PublicNumber)
+            if i in of_rows or is_public or is_explained(first, (size, number)):
+                continue
+            if is_function_of_size([(rows, each[i]) for rows, each in history]):
+                of_rows[i] = False
+        if kind not in self._checked:
+            return False
+        before = self._checked[kind][1]
+        return any(not done and before[i] != numbers[i] for i, done in of_rows.items())
 
     def finish(self) -> None:
         """Read the answers that had to wait for the device.
@@ -536,12 +566,12 @@ class LossCheck:
             return
         if any(each.func in SUBSTITUTES for each in program.path.values()):
             return  # batch_mean divides by the rows of all ranks, which is its own affair
+        of_rows = self._of_rows.get(program.kind, {})
+        of_rows.update({i: True for i in of_rows if numbers[i] != program.numbers[i]})
         unexplained = [
             a
-            for a, b in zip(numbers, program.numbers, strict=True)
-            if a != b
-            and not math.isclose(a * rows.num_rows, b * num_before)
-            and not math.isclose(a * num_before, b * rows.num_rows)
+            for i, (a, b) in enumerate(zip(numbers, program.numbers, strict=True))
+            if i not in of_rows and not is_explained((num_before, a), (rows.num_rows, b))
         ]
         if program.kind in self._with_multiples and any(
             multiple_of(number, num_before) for number in unexplained

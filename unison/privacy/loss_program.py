@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from types import CodeType
 from typing import Any
@@ -161,6 +162,7 @@ class Program:
                         terms[id(leaf)] = leaf
                 else:
                     is_dim = isinstance(leaf, int) and -8 <= leaf <= 8  # or a truth
+                    is_dim &= each.name not in ARITHMETIC or isinstance(leaf, bool)
                     is_told = is_dim or isinstance(leaf, str | torch.dtype)
                     kind.append(leaf if is_told else type(leaf))
             kinds.append(tuple(kind))
@@ -385,6 +387,79 @@ def multiple_of(number: Any, size: int) -> int:
         if round(quotient) != 0 and math.isclose(quotient, round(quotient), rel_tol=1e-9):
             return power
     return 0
+
+
+def is_explained(a: tuple[int, float], b: tuple[int, float]) -> bool:
+    """Whether a number is the same in two passes, or the same multiple of their rows, or inverse.
+
+    Args:
+        a: The number of rows of a pass, and the number.
+        b: Of the other.
+    """
+    (m, x), (n, y) = a, b
+    return x == y or (
+        bool(multiple_of(x, m) and multiple_of(y, n))
+        and (math.isclose(x * n, y * m) or math.isclose(x * m, y * n))
+    )
+
+
+# Of a number of rows; 0 where it says nothing.
+_LAWS: list[Callable[[int], float]] = [
+    lambda n: n,
+    lambda n: n**0.5,
+    lambda n: n**1.5,
+    lambda n: n**2,
+    lambda n: n**3,
+    lambda n: n + 1,
+    lambda n: n - 1,
+    math.log,
+    math.log1p,
+]
+
+
+def is_function_of_size(history: Sequence[tuple[int, float]]) -> bool:
+    """Whether a number seems to say how many rows there are, rather than which step it is.
+
+    Python tells nobody what a number was made of. One of a schedule differs when a number of rows
+    comes again; one that was made of it is the same, and was another in between.
+
+    Args:
+        history: Numbers of rows of some passes, and the number in each of them.
+    """
+    by_size: dict[int, float] = {}
+    num_returns, last = 0, math.nan
+    for size, number in history:
+        num_returns += size in by_size and number != last
+        if by_size.setdefault(size, number) != number:
+            return False
+        last = number
+    by_size.pop(0, None)
+    if num_returns >= 3 and len(set(by_size.values())) >= 3:
+        return True
+    for law, power in itertools.product(_LAWS, (1, -1)):
+        of_law = {size: law(size) ** power for size in by_size if law(size)}
+        if len(of_law) < 2:
+            continue
+        first = next(iter(of_law))
+        ratios = {size: each / of_law[first] for size, each in of_law.items()}
+        # A ratio of small numbers may be chance: then three sizes say it.
+        is_plain = all(
+            math.isclose(each, Fraction(each).limit_denominator(64), rel_tol=1e-9)
+            for each in ratios.values()
+        )
+        if len(of_law) >= 2 + is_plain and all(
+            math.isclose(by_size[size], by_size[first] * each, rel_tol=1e-9)
+            for size, each in ratios.items()
+        ):
+            return True
+    if len(by_size) < 4:
+        return False
+    for power in (1, -1):  # a + b·n, or a + b/n
+        points = [(size**power, number) for size, number in by_size.items()]
+        (x, y), (x1, y1) = points[0], points[-1]
+        if all(math.isclose((b - y) * (x1 - x), (y1 - y) * (a - x)) for a, b in points):
+            return True
+    return False
 
 
 def numbers_of(operation: Operation) -> list[float]:

@@ -10,6 +10,7 @@ from tests.shard.deferred.cases import SEED, Overwritten, draw
 from unison.errors import BadInput
 from unison.rng.inits import Normal
 from unison.shard import materialize, meta_init
+from unison.shard.deferred.recorder import active_recorder
 
 
 def test_contexts_nest_and_continue():
@@ -34,6 +35,15 @@ def test_an_error_inside_leaves_nothing_behind():
     assert not module.weight.is_meta
     assert vars(module.weight) == {}
     assert torch.zeros(3).device.type == "cpu"
+
+
+def test_a_recorder_that_lives_on_keeps_no_tensor_from_its_memory():
+    """A weak reference would: torch 2.11 kept the mode in a cycle until garbage was collected."""
+    with meta_init():
+        module, kept = nn.Linear(3, 4), active_recorder()
+    assert kept is not None
+    materialize(module, seed=SEED)
+    assert not module.weight.is_meta
 
 
 def test_tensors_pretend_to_be_on_the_cpu_inside():

@@ -525,7 +525,11 @@ def meta_init() -> Iterator[None]:
         yield
     if recorder.refusal is not None:
         raise recorder.refusal
-    for reference in recorder.module_tensors.values():
+    # A tensor with a weak reference to it cannot be given memory, and whoever holds the recorder
+    # still, torch's stack of modes or a traceback, would hold these.
+    references = list(recorder.module_tensors.values())
+    recorder.module_tensors.clear()
+    for reference in references:
         tensor = reference()
         if tensor is not None and tensor.is_meta and operand_of(tensor) is not None:
             label(tensor)
