@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.privacy.common import attach, make_model, train
 from unison.errors import BadInput, UnsupportedOperation
+from unison.models import ModelConfig, build
 from unison.ops import Dense, Product
 from unison.privacy import PrivacyEngine, attachment
 from unison.privacy.compiled import CompiledPasses
@@ -221,6 +222,34 @@ class Counting(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         self.number += 1
         return super().forward(x) * (1 + self.number)
+
+
+def test_blocks_take_over_in_the_pass_in_which_the_whole_was_tried():
+    """That call found the whole model's forward, which is gone: it says nothing of its own."""
+    config = ModelConfig(
+        family="gpt2", vocab_size=64, context_length=8, d_model=16, num_layers=2, num_heads=2,
+        d_ff=32,
+    )  # fmt: skip
+    tokens = torch.randint(64, (24, 8))
+    found = {}
+    for compiled in (False, EAGER):
+        data = DataLoader(TensorDataset(tokens, tokens), batch_size=4)
+        engine, module, optimizer, loader = attach(
+            build(config, seed=0), data_loader=data, compile=compiled, max_grad_norm=0.1
+        )
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for step, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                module(x, labels=y).mean().backward()
+                optimizer.step()
+                if step == 2:
+                    break
+        assert len(told) == bool(compiled)
+        assert all("compiled block by block, not as a whole" in str(each.message) for each in told)
+        engine.detach()
+        found[bool(compiled)] = {n: each.detach() for n, each in module.named_parameters()}
+    check_same(found[True], found[False])
 
 
 def test_what_would_be_compiled_in_every_pass_runs_as_it_is():

@@ -57,6 +57,7 @@ class CompiledForward:
         # While it is attached: in whose attribute, and the module's own forward, which was there.
         self._where: tuple[Any, str] = module, "forward"
         self._eager: Any = None
+        self._is_attached = False
 
     def attach(self) -> None:
         """Take the place of the module's own forward."""
@@ -72,9 +73,11 @@ class CompiledForward:
         if self._eager != before:  # the user has put another one there
             self._compiled, self._worked = {}, set()
         setattr(*self._where, self)
+        self._is_attached = True
 
     def detach(self) -> None:
         """Give the module its own forward back."""
+        self._is_attached = False
         if self._where[0] is self._module and not self._had_own:
             del vars(self._module)["forward"]
         else:
@@ -95,6 +98,8 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
+        if not self._is_attached:  # a call that had begun found it while it was
+            return self._eager(*args, **kwargs)
         if not torch.is_grad_enabled() and self._is_plain(args, kwargs):
             with _disable_current_modes():
                 return self._passes.evaluated(self._eager)(*args, **kwargs)

@@ -526,7 +526,8 @@ def as_autocast(value: Any) -> Any:
     if value is None:
         return None
     kind = value.device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    # Compiled by torch 2.11 too, which does not follow `is_autocast_available`.
+    if value.is_meta or not torch.is_autocast_enabled(kind):
         return value
     is_cast = value.is_floating_point() and value.dtype != torch.float64
     return value.to(torch.get_autocast_dtype(kind)) if is_cast else value
