@@ -1,5 +1,6 @@
 """Constant causal masks of traced graphs, which attention is told of in another way."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,13 +67,54 @@ def drawn(x: Tensor, _: Tensor) -> Tensor:
     return by_position(x, x) & (torch.rand(x.shape[-2], device=x.device) >= 0)
 
 
+def full(x: Tensor, _: Tensor) -> Tensor:
+    return torch.full((x.shape[-2],) * 2, -torch.inf, dtype=x.dtype, device=x.device).triu(1)
+
+
+def rows(mask: Tensor, _: Tensor) -> None:
+    mask[:, :3] = 0
+
+
+def view(mask: Tensor, _: Tensor) -> None:
+    part = mask[:, :3]
+    part.fill_(0)
+
+
+def given_out(mask: Tensor, _: Tensor) -> None:
+    torch.clamp(mask, min=-1.0, out=mask)
+
+
+WRITES: list[Callable[[Tensor, Tensor], Any]] = [
+    rows,
+    view,
+    given_out,
+    lambda mask, _: mask.clamp_(min=-1.0),
+    lambda mask, _: torch._foreach_zero_([mask]),
+    lambda mask, _: F.relu(mask, True),
+    lambda mask, x: mask.masked_fill_(x[0, 0, :, 0] > 0, 0),
+]
+
+
+def written(write: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A mask that would be causal, if nothing had been written to it."""
+
+    def make(x: Tensor, _: Tensor) -> Tensor:
+        mask = full(x, x)
+        write(mask, x)
+        return mask
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("mask_of", "is_told"),
     [(by_position, True), (by_vmap, True), (with_a_window, False), (of_an_input, False),
-     (drawn, False)],
+     (drawn, False), (full, True), *((written(each), False) for each in WRITES)],
 )  # fmt: skip
 def test_a_mask_that_no_input_reaches(mask_of, is_told):
     def attend(x: Tensor, counted: Tensor) -> Tensor:
+        x = x * 2
+        x.add_(1)  # of which nobody uses what it returns
         return F.scaled_dot_product_attention(x, x, x, attn_mask=mask_of(x, counted), scale=0.3)
 
     seen: list[dict[str, Any]] = []

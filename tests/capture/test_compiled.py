@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.capture.cases.language import PEFT
 from tests.capture.common import BATCH, CASES, Case
 from tests.capture.zoo import ZOO
 from tests.harness import assert_close
@@ -86,6 +87,13 @@ def check(
 )
 def test_slots_hold_the_per_sample_gradients(name):
     check(ZOO[name], "aot_eager", COMPUTED_IN.get(name, torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["PEFT OFT", "PEFT FourierFT"])
+def test_what_is_written_into_zeros(name):
+    """A traced tensor cannot become one that is made of parameters; what is written anew can."""
+    check(PEFT[name], "aot_eager", torch.float32)
 
 
 @interpreted

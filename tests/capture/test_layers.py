@@ -1,11 +1,13 @@
 """Attention, recurrent networks and single operations, and that no rule is without a case."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.capture.common import BATCH, CASES, TOKENS, WIDTH, captured, floats, squares
+from tests.capture.common import BATCH, CASES, WIDTH, captured, floats, squares
 from tests.capture.layers import LAYERS, Op
 from tests.harness import assert_close
 from tests.harness.oracle import per_sample_gradients
@@ -51,21 +53,6 @@ REFUSED = {
         "weight: batch norm",
     ),
     "a row of no sample": (Joined, (WIDTH,), r"linear\(up\.weight, up\.bias\): dimension 0 has 6"),
-    "in place without a rule": (
-        lambda: Op(lambda x, w: x.sin().pow_(w), WIDTH),
-        (WIDTH,),
-        r"pow_\(weight\) writes in place",
-    ),
-    "into no sample": (
-        lambda: Op(lambda x, w: x + torch.zeros(WIDTH).double().add_(w), WIDTH),
-        (WIDTH,),
-        "weight: an in-place operation on something that does not depend on the batch",
-    ),
-    "into rows by number": (
-        lambda: Op(_scattered, WIDTH),
-        (TOKENS, WIDTH),
-        "weight: a parameter written to rows found by tensors of indices",
-    ),
     "unbatched attention": (
         lambda: Op(_unbatched, WIDTH),
         (WIDTH,),
@@ -82,12 +69,6 @@ REFUSED = {
         "instance norm with running statistics",
     ),
 }
-
-
-def _scattered(x, w):
-    y = x.sin()
-    y[torch.arange(len(x)), 0] = w
-    return y
 
 
 def _unbatched(x, w):
@@ -138,6 +119,51 @@ class _Scaled(torch.autograd.Function):
 
 
 TWO = torch.tensor(2.0, dtype=torch.float64)
+ROWS, COLUMNS = torch.triu_indices(WIDTH, WIDTH, 1)
+
+
+def _scattered(x, w):
+    y = x.sin()
+    y[torch.arange(len(x)), 0] = w[0, 0]
+    return y
+
+
+def _skew(x, w):
+    """As PEFT's OFT makes a rotation."""
+    matrix = torch.zeros(WIDTH, WIDTH, dtype=x.dtype)
+    matrix[ROWS, COLUMNS] = w[0].repeat(WIDTH)[: len(ROWS)]
+    return x @ torch.matrix_exp(matrix - matrix.T) * x
+
+
+def _several(x, w):
+    matrix = torch.zeros(WIDTH, WIDTH, dtype=x.dtype)
+    matrix[0] = w[0]
+    matrix[1:3] = w.sin()
+    matrix[matrix > 2] = 0.5
+    matrix[torch.eye(WIDTH).bool()] = w[0]
+    matrix.mul_(w).add_(1).sub_(w.cos(), alpha=2)
+    matrix.index_add_(1, torch.tensor([0, 2]), w[0].expand(2, WIDTH).T)
+    return x @ matrix
+
+
+def _overwritten(x, w):
+    scaled = 2 * w
+    scaled[0, 1] = 3
+    scaled.clamp_(min=0.1)
+    return x * scaled
+
+
+def _seen_by_a_view(x, w, *, is_of_zeros=False, writes_view=False):
+    made = torch.zeros(1, WIDTH, dtype=x.dtype) if is_of_zeros else 2 * w
+    view = made.view(WIDTH) if writes_view else made[:, 1:]
+    (view if writes_view else made)[..., 1] = w[0, 0] if is_of_zeros else 1
+    return x * made + view.sum()
+
+
+def _erased(x, w):
+    made = 2 * w
+    made.zero_()
+    return x * made + x.sin() * w
 
 
 @pytest.mark.parametrize(
@@ -165,6 +191,19 @@ TWO = torch.tensor(2.0, dtype=torch.float64)
         (lambda x, w: x.index_add(1, torch.tensor([0, 2]), w[:, :2].expand(len(x), 2)), None),
         (lambda x, w: torch.vmap(lambda row: (row * w).sin())(x), "inside of torch.func or vmap"),
         (torch.ops.aten.mul, None),
+        (lambda x, w: x.sin().pow_(w), None),
+        (lambda x, w: x + torch.zeros(WIDTH).double().add_(w[0]), None),
+        (lambda x, w: x + torch.zeros(WIDTH).double().copy_(w[0]), None),
+        (_skew, None),
+        (_several, None),
+        (_overwritten, None),
+        (_scattered, "written to rows found by tensors of indices"),
+        (_seen_by_a_view, "share memory"),
+        (partial(_seen_by_a_view, writes_view=True), "share memory"),
+        (partial(_seen_by_a_view, is_of_zeros=True), "share memory"),
+        (partial(_seen_by_a_view, is_of_zeros=True, writes_view=True), "share memory"),
+        (lambda x, w: x * w.mul_(2), "in-place operation on a parameter"),
+        (_erased, None),
     ],
 )
 @quiet

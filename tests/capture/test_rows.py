@@ -225,6 +225,7 @@ TRACED = {
     "roll": (lambda x: x.roll(1, 0), [2, 0, 1]),
     "cat": (lambda x: torch.cat([x, -x]), [0, 1, 2, 0, 1, 2]),
     "cat with a constant": (lambda x: torch.cat([x, torch.ones(1, 2, 2)]), [0, 1, 2, N]),
+    "cat after nothing": (lambda x: torch.cat([torch.tensor([]), x], -2), [0, 1, 2]),
     "stack": (lambda x: torch.stack([x[2], x[0]]), [2, 0]),
     "mask": (lambda x: x[torch.tensor([True, False, True])], [0, 2]),
     "index": (lambda x: x[torch.tensor([1, 1, 0])], [1, 1, 0]),
@@ -296,7 +297,7 @@ EXPERTS = {
 
 
 def token_losses(model: nn.Module, ids: Tensor) -> Tensor:
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    logits = model(input_ids=ids).logits[:, :-1]  # with transformers' default cache
     losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return losses.view(len(ids), -1).mean(1)
 

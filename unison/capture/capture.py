@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen, refuse_unseen, see
-from unison.capture.expression import ALWAYS, derive, is_in_place, per_sample_fallback
+from unison.capture.expression import (
+    ALWAYS,
+    derive,
+    is_in_place,
+    per_sample_fallback,
+    with_result,
+)
 from unison.capture.parts import local, record_of, refuse_use
 from unison.capture.probes import flat_weights_renewed
 from unison.capture.recompute import (
@@ -35,11 +42,14 @@ from unison.capture.tracked import (
     Tracked,
     all_plain,
     mapped,
+    mark_in_place,
     marked,
     plain,
+    unmark,
 )
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import RULES, Builder, Layout, Product, Record, plain_record, rule_of
+from unison.ops.elementwise import put, with_item
 from unison.ops.linear import of_bias
 from unison.torch_internals import (
     is_dtensor,
@@ -134,6 +144,7 @@ class Capture:
         # While samples are followed; and what was made of parameters alone in the last such pass.
         self.trace: RowTrace | None = None
         self._met: list[Met] | None = None  # while it is looked at where samples go
+        self._written: list[ref[Tensor]] = []  # what has become something made of parameters
         self._resolved: dict[Call, bool] = {}  # whether a call has made an expression
         # Uses that wait in the graph: only for who will `release` them, or all would be a cycle.
         self._uses: list[Uses] | None = None if known is None else []
@@ -160,7 +171,7 @@ class Capture:
         self._outer = torch._C._current_graph_task_id()
         placing = self.module.__dict__.get(PLACING)
         if placing is not None:
-            with placing(self):
+            with placing(self), self._given_back():
                 yield self
             return
         recurrent = [each for each in params.modules if isinstance(each[1], nn.RNNBase)]
@@ -169,10 +180,22 @@ class Capture:
             with (
                 marked(params, self, is_guarded=is_guarded),
                 flat_weights_renewed(recurrent) if recurrent else nullcontext(),
+                self._given_back(),
             ):
                 yield self
         finally:
             tell_no_more(_followed_apply)
+
+    @contextmanager
+    def _given_back(self) -> Iterator[None]:
+        """Let a buffer that a parameter is written to be one again, after this block."""
+        try:
+            yield
+        finally:
+            for each in self._written:
+                if (target := each()) is not None and type(target) is Tracked:
+                    unmark(target)
+            self._written.clear()
 
     @contextmanager
     def learning(self) -> Iterator[list[Seen]]:
@@ -301,6 +324,10 @@ class Capture:
         if func in ALWAYS and type(args[0]) is Tracked:
             return derive(func, args, kwargs)
         rule = RULES.get(func) or rule_of(func)
+        if rule is None and is_in_place(func) and "out" not in kwargs:
+            target, *others = args
+            before = target if type(target) is Tracked else target.clone()  # it may be kept
+            return put(self, target, self.call(with_result(func), (before, *others), kwargs))
         call, is_complex = self._call_of(func, args, kwargs)
         if is_complex:
             rule = None  # rules are of real numbers; autograd knows what to conjugate
@@ -313,7 +340,8 @@ class Capture:
         axes = None if is_traced else self.axes.find(call)
         if rule is None:
             return self._without_rule(call, axes, args, kwargs)
-        if axes is not None and axes[0] is NO_AXIS and not is_learning:
+        is_alone = axes is not None and axes[0] is NO_AXIS
+        if is_alone and not is_learning and not is_in_place(func):
             return derive(func, args, kwargs)
         before, self._current = self._current, (call, axes)
         try:
@@ -390,7 +418,7 @@ class Capture:
             if any(is_dtensor(plain(each)) for each in (*args, *kwargs.values())):
                 refuse_use(call.names, f"there is no rule for {call}")
             return self._sample_by_sample(call, axes, args, kwargs)
-        if is_in_place(call.func) or kwargs.get("out") is not None:
+        if kwargs.get("out") is not None:
             raise UnsupportedOperation(
                 f"{call} writes in place and has no rule; write it as an operation with a result"
             )
@@ -412,6 +440,11 @@ class Capture:
     def _sample_by_sample(
         self, call: Call, axes: Axes, args: tuple, kwargs: dict[str, Any]
     ) -> Tensor:
+        if call.func is with_item:  # an index of samples would be one into a single sample
+            raise UnsupportedOperation(
+                f"{', '.join(call.names)}: a parameter written to rows found by tensors of "
+                "indices; use torch.where"
+            )
         before, self._current = self._current, (call, axes)
         try:
             return per_sample_fallback(self, call, axes, args, kwargs)
@@ -526,6 +559,30 @@ class Capture:
         As those of a recurrent network's first state, which are zeros.
         """
         return value if self.trace is None else self.trace.aligned(value, like)
+
+    def become(self, target: Tensor, made: Any) -> Tensor:
+        """Let a tensor that was written in place be made of parameters alone, as `made` is.
+
+        Raises:
+            UnsupportedOperation: A parameter itself is written, or views of the tensor were made,
+                which would not be followed.
+        """
+        is_learning = self.seen is not None or self._met is not None
+        if type(made) is not Tracked and is_learning:  # of what is not known yet, values are enough
+            made = Tracked.of(made, target.sources, self)  # type: ignore[attr-defined]
+        was_plain = type(target) is not Tracked
+        if (
+            type(made) is not Tracked
+            or made.value.shape != target.shape
+            or not mark_in_place(target, made)
+        ):
+            raise UnsupportedOperation(
+                "an in-place operation on a parameter, or on something made of parameters alone "
+                "that other tensors share memory with; write `y = x + w` in place of `x += w`"
+            )
+        if was_plain:
+            self._written.append(ref(target))
+        return target
 
     def expand(self, value: Tracked, shape: Sequence[int], like: Tensor) -> Any:
         """`value.expand(shape)` of a parameter, to meet a tensor whose samples its rows are."""

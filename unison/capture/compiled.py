@@ -30,7 +30,7 @@ from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule
 
 from unison.capture.capture import Capture, records_of, refuse_second
-from unison.capture.torch_compile import tell_causal_masks
+from unison.capture.torch_compile import tell_causal_masks, without_writes
 from unison.capture.tracked import FACTS, Source, Tracked, all_plain
 from unison.errors import UnsupportedOperation
 from unison.ops import Builder, Dense, Lookup, Product, Record, Streamed, plain_record
@@ -225,6 +225,7 @@ class CompiledCapture:
                     "sizes are symbols in this graph (mark_dynamic): private graphs are made for "
                     "each size of a batch"
                 )
+            without_writes(graph)
             tell_causal_masks(graph)
             made = _CompiledGraph(graph, inputs, used, capture, self._inner)
             self.graphs.append(made)

@@ -10,12 +10,13 @@ under vmap (`per_sample_fallback`).
 
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unison.capture.axes import Axes, Axis, Call
@@ -64,6 +65,17 @@ ALWAYS = SAME | TRANSPOSES
 
 def derive(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a function of parameters alone; what comes out is tracked too."""
+    output = _derived(func, args, kwargs)
+    first = args[0] if args else None
+    if type(first) is Tracked and not is_traced(first.value):
+        memory = first.value.untyped_storage().data_ptr()
+        for item in output if isinstance(output, list | tuple) else (output,):
+            if type(item) is Tracked and item.value.untyped_storage().data_ptr() == memory:
+                item.shares_memory = first.shares_memory = True
+    return output
+
+
+def _derived(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
     if type(first) is Tracked:
         # Where numbers become complex, or cease to be, or are conjugated, autograd leads back.
@@ -195,6 +207,22 @@ def is_in_place(func: Callable[..., Any]) -> bool:
     if name.startswith("__"):
         return name in ("__setitem__", "__ipow__", "__ifloordiv__", "__imod__")
     return name.endswith("_") and name != "requires_grad_"
+
+
+@cache
+def with_result(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a function that writes into its first argument makes of a copy of it."""
+
+    def run(target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        given = (target, *args, *kwargs.values())
+        if has_torch_function(given):
+            return handle_torch_function(run, given, target, *args, **kwargs)
+        made = target.clone()
+        func(made, *args, **kwargs)
+        return made
+
+    run.__name__ = func.__name__.rstrip("_")
+    return run
 
 
 def per_sample_fallback(

@@ -25,7 +25,7 @@ from unison.torch_internals import FunctionMode, has_values, is_dtensor
 
 Run = Callable[[nn.Module, Any], Tensor]  # (module, batch) -> losses [batch]
 
-MAX_ROUNDS = 10
+MAX_ROUNDS = 50  # one for each operation in the longest chain of parameters alone
 
 
 def resized(batch: Any, num_samples: int) -> Any:

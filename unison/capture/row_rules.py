@@ -404,7 +404,7 @@ def roll(find: Find, a: Arguments, out: Tensor) -> Found:
 def cat(find: Find, a: Arguments, out: Tensor) -> Found:
     """`cat` and `stack`."""
     tensors, dim = a["tensors"], a.get("dim", 0) % out.ndim
-    if tensors[0].ndim < out.ndim:
+    if all(x.ndim < out.ndim for x in tensors):
         parts = [(1, _all_ids(find, x).unsqueeze(dim)) for x in tensors]
     else:  # `cat` leaves out tensors of shape [0]
         parts = [(x.shape[dim], _all_ids(find, x)) for x in tensors if x.ndim == out.ndim]

@@ -16,6 +16,7 @@ while the graph runs, whose guards ask for what was there when it was traced. Wh
 decides something it is drawn, and the model is compiled in parts.
 """
 
+import operator
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
+from unison.capture.expression import is_in_place, with_result
+from unison.ops.elementwise import with_item
 from unison.shard.unit import UNIT_ATTRIBUTE, unit_of
 from unison.torch_internals import COMPILED_CALL, ORIGINAL, DynamoBackend, backend_in
 
@@ -73,6 +76,46 @@ def uncompile(module: nn.Module, undo: ExitStack) -> DynamoBackend | None:
     return found[0] if found else None
 
 
+# --- what is written to a new tensor of a traced graph --------------------------------------------
+
+_MAKES = {torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.clone}
+_MAKES |= {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.tensor}
+_MAKES |= {"new_zeros", "new_ones", "new_empty", "new_full", "clone", "repeat"}
+
+
+def without_writes(graph: GraphModule) -> None:
+    """Replace what writes to a new tensor in Dynamo's graph, where no views were made of it.
+
+    A traced tensor cannot become one that is made of parameters alone, as others do
+    (`Capture.become`); what comes out of a function can be one.
+    """
+    places = {node: place for place, node in enumerate(graph.graph.nodes)}
+    written: set[Node] = set()
+    for node in list(filter(_is_write, places)):
+        new = node.args[0]
+        is_new = isinstance(new, Node) and (new in written or new.target in _MAKES)
+        if not is_new or any(places[each] < places[node] for each in new.users):
+            continue
+        function: Any = with_item
+        if node.op == "call_method":
+            function = with_result(getattr(Tensor, str(node.target)))
+        with graph.graph.inserting_before(node):
+            after = graph.graph.call_function(function, node.args, node.kwargs)
+        after.meta, places[after] = dict(new.meta), places[node]
+        node.replace_all_uses_with(after)
+        new.replace_all_uses_with(after, delete_user_cb=lambda user, own=after: user is not own)
+        graph.graph.erase_node(node)
+        written.add(after)
+    if written:
+        graph.recompile()
+
+
+def _is_write(node: Node) -> bool:
+    if node.op == "call_method":
+        return is_in_place(getattr(Tensor, str(node.target), Tensor.size))
+    return node.target is operator.setitem
+
+
 # --- causal masks of a traced graph ---------------------------------------------------------------
 
 _FIRST_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -96,9 +139,14 @@ def tell_causal_masks(graph: GraphModule) -> None:
         if mask in causal and num_queries == num_keys:
             node.args = (query, key, value)
             node.kwargs = {**found, "is_causal": True}
-    if causal:  # what the masks were made of is nothing to anybody
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
+    if not causal:
+        return
+    # What the masks were made of is nothing to anybody. Other nodes without users may write.
+    made_of = set[Node]().union(*(_ancestors(mask) or () for mask in causal))
+    for node in reversed(graph.graph.nodes):
+        if node in made_of and not node.users:
+            graph.graph.erase_node(node)
+    graph.recompile()
 
 
 def is_causal(mask: Tensor) -> bool:
@@ -149,18 +197,30 @@ def _constants(graph: GraphModule, wanted: Iterable[Node]) -> dict[Node, Tensor]
 
 
 def _ancestors(node: Node) -> set[Node] | None:
-    """All that a node is made of, itself included; None if that is an input, or is drawn."""
+    """All that a node is made of, itself included; None if that is an input, drawn, or written to.
+
+    [Note: written to] What is written to a tensor or a view of it may stand in nodes that it is not
+    made of: `mask[:, :3] = 0`. Tensors count what was written to them while the graph was traced;
+    what returns no tensor may write too.
+    """
     found: set[Node] = set()
     left = [node]
     while left:
         each = left.pop()
         if each in found:
             continue
-        if each.op not in _RUN or _is_drawn(each):
+        if each.op not in _RUN or _is_drawn(each) or getattr(_value(each), "_version", 0):
             return None
         found.add(each)
         left += each.all_input_nodes
-    return found
+    used = set[Node]().union(*(each.users for each in found)) - found
+    is_written = any(not isinstance(_value(each), Tensor) for each in used if each.op != "output")
+    return None if is_written else found
+
+
+def _value(node: Node) -> Any:
+    """What a node came to while the graph was traced."""
+    return node.meta.get("example_value")
 
 
 def _is_drawn(node: Node) -> bool:

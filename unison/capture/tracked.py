@@ -164,6 +164,7 @@ class Tracked(Tensor):
     of_parameters: tuple[str, ...]  # names of the sources, each once (torch 2.11 has a `names`)
     listener: "Capture"  # is told of operations
     is_parameter: bool = False  # as it is, and not something made of it
+    shares_memory: bool = False  # with another one: neither sees what is written to the other
 
     @staticmethod
     def of(value: Tensor, sources: tuple[Source, ...], listener: "Capture") -> "Tracked":
@@ -253,6 +254,37 @@ class Tracked(Tensor):
                 if isinstance(item, Tracked):
                     return item.listener.call(func, args, kwargs)
         raise AssertionError("torch called a tracked tensor's function without one")
+
+
+def mark_in_place(target: Tensor, made: Tracked) -> bool:
+    """Let a tensor be what an in-place operation makes of it; False if views of it would not be."""
+    if type(target) is Tracked:
+        is_alone = not (target.is_parameter or target.shares_memory)
+    else:
+        storage = target.untyped_storage()
+        # The tensor holds it, and so does the name here.
+        is_alone = torch._C._storage_Use_Count(storage._cdata) == 2  # type: ignore[attr-defined]
+        is_alone &= type(target) is Tensor and not target.requires_grad
+    if not is_alone:
+        return False
+    if type(target) is not Tracked:
+        target.__class__ = Tracked
+        with torch._C.DisableTorchFunctionSubclass():
+            target.requires_grad_()
+            target.register_hook(partial(refuse_gradient, made.of_parameters[0]))
+    for name in ("value", "sources", "of_parameters", "listener"):
+        setattr(target, name, getattr(made, name))
+    return True
+
+
+def unmark(target: Tracked) -> None:
+    """Give back what `mark_in_place` took, with the values that were written."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        value = target.value
+        vars(target).clear()
+        target._backward_hooks = None
+        target.__class__ = Tensor  # type: ignore[assignment]
+        target.requires_grad_(False).copy_(value)
 
 
 def refuse_gradient(name: str, gradient: Tensor | None) -> None:

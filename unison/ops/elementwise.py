@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
-from unison.errors import UnsupportedOperation
 from unison.ops.linear import of_bias
 from unison.ops.records import Dense, Layout, wide
 from unison.ops.registry import Builder, Rule, Tap, rule
@@ -112,21 +112,20 @@ def repeat(tap: Tap, value: Any, *sizes: Any) -> Any:
 # --- in place -------------------------------------------------------------------------------------
 
 
-def _checked(tap: Tap, target: Any, made: Any) -> Tensor:
+def put(tap: Tap, target: Any, made: Any) -> Any:
+    """Let `target` be what an in-place operation would have made of it."""
     if tap.tracks(target) or tap.tracks(made):
-        raise UnsupportedOperation(
-            "an in-place operation on something that does not depend on the batch; write "
-            "`y = x + w` in place of `x += w`"
-        )
-    return made
+        return tap.become(target, made)
+    return target.copy_(made)
 
 
 def in_place(function: Callable[..., Tensor]) -> Rule:
     """The rule of a function's in-place form."""
 
     def run(tap: Tap, target: Any, *args: Any, **options: Any) -> Tensor:
-        made = function(tap.plain(target).clone(), *args, **options)
-        return target.copy_(_checked(tap, target, made))
+        # A parameter is followed by its own clone, and other tensors are written below.
+        made = function(target.clone(), *args, **options)
+        return put(tap, target, made)
 
     return run
 
@@ -140,7 +139,7 @@ rule(Tensor.div_)(in_place(torch.div))
 @rule(Tensor.copy_)
 def copy(tap: Tap, target: Any, value: Any, non_blocking: bool = False) -> Tensor:
     """`x.copy_(w)`."""
-    return target.copy_(_checked(tap, target, _expanded(tap, value, target)))
+    return put(tap, target, _expanded(tap, value, target))
 
 
 def _expanded(tap: Tap, value: Any, target: Any) -> Any:
@@ -149,23 +148,28 @@ def _expanded(tap: Tap, value: Any, target: Any) -> Any:
     return tap.expand(value, target.shape, target)
 
 
+def with_item(target: Tensor, index: Any, value: Any) -> Tensor:
+    """Return what `target[index] = value` makes of a tensor."""
+    given = (target, value)
+    if has_torch_function(given):
+        return handle_torch_function(with_item, given, target, index, value)
+    made = target.clone()
+    made[index] = value
+    return made
+
+
 @rule(Tensor.__setitem__)
 def set_item(tap: Tap, target: Any, index: Any, value: Any) -> None:
-    """`x[index] = w`: a slice, or the rows where a mask is true."""
-    if tap.tracks(target):
-        _checked(tap, target, target)
-    if isinstance(index, Tensor) and index.dtype == torch.bool:
-        if tap.plain(value).ndim > target.ndim - index.ndim and len(tap.plain(value)) != 1:
-            raise UnsupportedOperation(
-                "several rows made of parameters alone, written to where a mask is true; make as "
-                "many rows as the target has, and use torch.where"
-            )
-        mask = index.reshape(*index.shape, *(1 for _ in range(target.ndim - index.ndim)))
-        target.copy_(_checked(tap, target, torch.where(mask, value, target.clone())))
-        return
-    for each in index if isinstance(index, tuple) else (index,):
-        if isinstance(each, Tensor):
-            raise UnsupportedOperation(
-                "a parameter written to rows found by tensors of indices; use torch.where"
-            )
-    target[index] = _checked(tap, target, _expanded(tap, value, target[index]))
+    """`x[index] = w`: a slice, the rows where a mask is true, or those that indices find."""
+    keys = index if isinstance(index, tuple) else (index,)
+    if isinstance(index, Tensor) and index.dtype == torch.bool and not tap.tracks(target):
+        if tap.plain(value).ndim <= target.ndim - index.ndim or len(tap.plain(value)) == 1:
+            mask = index.reshape(*index.shape, *(1 for _ in range(target.ndim - index.ndim)))
+            put(tap, target, torch.where(mask, value, target.clone()))
+            return
+    elif not tap.tracks(target) and not any(isinstance(each, Tensor) for each in keys):
+        made = _expanded(tap, value, target[index])
+        if not tap.tracks(made):
+            target[index] = made
+            return
+    put(tap, target, with_item(target, index, value))

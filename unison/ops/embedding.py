@@ -46,6 +46,7 @@ def looked_up(
 
 
 def _without(padding: int | None, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+    rows = rows.long()  # ids may come as int32
     if padding is None:
         return rows
     return rows.masked_fill(rows == padding % shape[0], NO_ROW)

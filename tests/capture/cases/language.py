@@ -249,6 +249,18 @@ PEFT: dict[str, Case] = {
         adapted("AdaLoraConfig", init_r=3, target_modules=PROJECTIONS, total_step=10), ids, lm_loss
     ),
     "PEFT VeRA": Case(adapted("VeraConfig", r=3, target_modules=["q_proj"]), ids, lm_loss),
+    # Rotations and spectra, written element by element into zeros; the others on the way.
+    "PEFT OFT": Case(
+        adapted("OFTConfig", r=0, oft_block_size=4, target_modules=PROJECTIONS), ids, lm_loss
+    ),
+    "PEFT FourierFT": Case(
+        adapted("FourierFTConfig", n_frequency=9, target_modules=PROJECTIONS), ids, lm_loss
+    ),
+    "PEFT WaveFT": Case(
+        adapted("WaveFTConfig", n_frequency=9, target_modules=["q_proj"]), ids, lm_loss
+    ),
+    "PEFT HRA": Case(adapted("HRAConfig", r=2, target_modules=PROJECTIONS), ids, lm_loss),
+    "PEFT LoHa": Case(adapted("LoHaConfig", r=2, target_modules=PROJECTIONS), ids, lm_loss),
     "PEFT LN tuning": Case(
         adapted("LNTuningConfig", target_modules=["input_layernorm", "norm"]), ids, lm_loss
     ),

@@ -288,6 +288,12 @@ OPERATORS: dict[str, Case] = {
     "EmbeddingBag max": Case(lambda: nn.EmbeddingBag(VOCAB, WIDTH, mode="max"), words, squares),
     "EmbeddingBag weights": Case(Weighted, words, squares),
     "Embedding pad": CASES["embedding with padding"],
+    "Embedding int32 tied": Case(
+        CASES["tied"].make, lambda size: ids(size).int(), CASES["tied"].loss
+    ),
+    "EmbeddingBag int32": Case(
+        lambda: nn.EmbeddingBag(VOCAB, WIDTH), lambda size: words(size).int(), squares
+    ),
     "GroupNorm": CASES["group norm"],
     "LayerNorm2d": CASES["layer norm over two"],
     "RMSNorm": CASES["rms norm"],

@@ -46,7 +46,7 @@ SPREAD = (
     *("hypernet W(x) per sample", "MoE gather/index_add", "repeat_interleave x"),
     "F.normalize(param)",
     *("OPT", "Mistral sliding", "DistilBERT", "ConvNextV2", "CLIP text"),
-    *("PEFT IA3", "PEFT PrefixTuning", "Llama ckpt reentrant=False"),
+    *("PEFT IA3", "PEFT PrefixTuning", "PEFT OFT", "Llama ckpt reentrant=False"),
 )
 THROUGH_THE_ENGINE = (
     *("LSTM2 bi=False", "MHA", "Conv2d depthwise", "EmbeddingBag sum", "InstanceNorm3d"),
@@ -56,7 +56,7 @@ THROUGH_THE_ENGINE = (
 )
 CLOSE = 1e-6  # of the whole clipped sum, to the loop over samples in float64
 # Parts that are computed in float32, whatever the model has.
-COMPUTED_IN_FLOAT32 = {"Mamba", "RecurrentGemma"}
+COMPUTED_IN_FLOAT32 = {"Mamba", "RecurrentGemma", "PEFT FourierFT", "PEFT WaveFT"}
 
 
 def modes_of(name: str, quick: Iterable[str]) -> list[Any]:
