@@ -1,6 +1,7 @@
 """Rows that lie where values put them, against the loop over samples; what is not followed."""
 
 import copy
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -269,6 +270,133 @@ def test_traces(name):
         expected = (-x[:, 0, 0]).argsort().tolist()
         assert rows.is_by_value
     assert rows.ids.flatten().tolist() == expected
+
+
+def _square(x: Tensor) -> Tensor:  # [..., n, n], that can be inverted
+    return x @ x.mT + torch.eye(x.shape[-2])
+
+
+# Functions of samples [3, 4, 6] whose outputs are followed, although they have rules of their own.
+FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
+    "logsigmoid": F.logsigmoid,
+    "hardswish": F.hardswish,
+    "hardswish in place": lambda x: F.hardswish(x.clone(), True),
+    "prelu": lambda x: F.prelu(x, torch.tensor([0.3])),
+    "polar": lambda x: torch.polar(x.abs(), x).real,
+    "complex": lambda x: torch.complex(x, x).abs(),
+    "fft": lambda x: torch.fft.fft(x, dim=-1).real,
+    "stft": lambda x: torch.stft(x.flatten(1), 4, return_complex=True, window=torch.ones(4)).abs(),
+    "rotary": lambda x: torch.view_as_real(torch.view_as_complex(x.view(3, 4, 3, 2)) * 1j),
+    "index_fill": lambda x: x.index_fill(1, torch.tensor([0]), 0.0),
+    "searchsorted": lambda x: torch.searchsorted(torch.arange(-2.0, 2.0), x),
+    "fake quantization": lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7),
+    "batch norm": lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4)),
+    "instance norm": F.instance_norm,
+    "mse": lambda x: F.mse_loss(x, x * 2, reduction="none"),
+    "mse of each": lambda x: torch.stack([F.mse_loss(row, row * 2) for row in x]),
+    "smooth l1": lambda x: F.smooth_l1_loss(x, x * 2, reduction="none"),
+    "huber": lambda x: F.huber_loss(x, x * 2, reduction="none"),
+    "bce": lambda x: F.binary_cross_entropy_with_logits(x, x.sigmoid(), reduction="none"),
+    "soft margin": lambda x: F.soft_margin_loss(x, x.sign(), reduction="none"),
+    "nll": lambda x: F.cross_entropy(x[:, 0], torch.zeros(3).long(), reduction="none"),
+    "nll of tokens": lambda x: F.cross_entropy(x, (x[:, 0] > 0).long(), reduction="none"),
+    "nll of one": lambda x: torch.stack([F.cross_entropy(row, row[:, 0].long() % 2) for row in x]),
+    "multi margin": lambda x: F.multi_margin_loss(x[:, 0], torch.zeros(3).long(), reduction="none"),
+    "ctc": lambda x: F.ctc_loss(
+        x.log_softmax(-1).transpose(0, 1),
+        torch.ones(3, 2).long(),
+        torch.full((3,), 4),
+        torch.full((3,), 2),
+        reduction="none",
+    ),
+    "rot90": lambda x: torch.rot90(x, 1, [1, 2]),
+    "rot90 over samples": lambda x: torch.rot90(x[:, :3], 1, [0, 1]),
+    "diag_embed": torch.diag_embed,
+    "trace": lambda x: torch.stack([row.trace() for row in x]),
+    "histc": lambda x: torch.stack([row.histc(3) for row in x]),
+    "bincount": lambda x: torch.stack(
+        [torch.bincount((row[0] > 0).long(), row[1], minlength=2) for row in x]
+    ),
+    "pad by reflection": lambda x: F.pad(x.flatten(1), (2, 2), mode="reflect"),
+    "pad by repeating": lambda x: F.pad(x, (2, 2), mode="replicate"),
+    "bicubic": lambda x: F.interpolate(
+        x[:, None], scale_factor=0.5, mode="bicubic", antialias=True
+    ),
+    "unpooled": lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2),
+    "inverse": lambda x: torch.linalg.inv(_square(x)),
+    "solved": lambda x: torch.linalg.solve(_square(x), x),
+    "cholesky": lambda x: torch.linalg.cholesky(_square(x)),
+    "determinant": lambda x: torch.linalg.slogdet(_square(x))[1],
+    "eigenvalues": lambda x: torch.linalg.eigvalsh(_square(x)),
+    "singular values": torch.linalg.svdvals,
+    "exponential": lambda x: torch.matrix_exp(_square(x)),
+    "qr": lambda x: torch.linalg.qr(x)[0],
+    "triangular": lambda x: torch.linalg.solve_triangular(_square(x).tril(), x, upper=False),
+    "cross": lambda x: torch.linalg.cross(x[..., :3], x[..., 3:]),
+    "strided": lambda x: x.mT.contiguous().mT.as_strided((3, 2), (24, 1)),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_follows(name):
+    """Each element is that sample's on which it depends, as is seen when one is changed."""
+    function = FOLLOWED[name]
+    x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1))
+    trace = RowTrace(3)
+    trace.begin(x, 0)
+    with torch.no_grad(), trace:
+        made = function(x)
+    rows = trace.find(made)
+    assert rows is not None
+    assert rows.lost_by is None
+    assert set(rows.ids.flatten().tolist()) - {N} == {0, 1, 2}
+    whose = rows.ids.expand(made.shape)
+    for sample in range(3):
+        other = x.clone()
+        other[sample] = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+        has_changed = ~torch.isclose(function(other), made, rtol=1e-3, atol=1e-5)
+        assert bool(has_changed.any())
+        assert bool((whose[has_changed] == sample).all())
+
+
+class _Handed(nn.Module):
+    """Rows picked by values, and one value for every sample in several spellings."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.places, self.layer = nn.Parameter(torch.randn(1, 3, WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.spelling = spelling
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_large = x.abs().sum(-1) > 3
+        picked = torch.zeros_like(x)
+        picked[is_large] = self.layer(x[is_large])
+        x = x + picked
+        match self.spelling:
+            case "expand":
+                return x + self.places.expand(len(x), -1, -1)
+            case "expand_as":
+                return x * self.places.expand_as(x)
+            case "broadcast_to":
+                return x - torch.broadcast_to(self.places, x.shape).contiguous()
+            case "repeat":
+                return x + self.places.repeat(len(x), 1, 1)
+            case "cat":
+                return torch.cat([self.places[:, :1].expand(len(x), -1, -1), x], 1)
+            case _:
+                queries = self.places.expand(len(x), -1, -1)
+                return F.scaled_dot_product_attention(queries, x, x)
+
+
+@pytest.mark.parametrize(
+    "spelling", ["expand", "expand_as", "broadcast_to", "repeat", "cat", "attention"]
+)
+def test_one_value_for_every_sample_that_is_followed(spelling):
+    torch.manual_seed(0)
+    model, batch = _Handed(spelling), floats(3, WIDTH)(4).float()
+    assert learn_rows(model, squares, batch).is_traced
+    check(model, batch)
 
 
 # --- transformers' default experts ---------------------------------------------------------------

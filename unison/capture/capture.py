@@ -328,6 +328,8 @@ class Capture:
             target, *others = args
             before = target if type(target) is Tracked else target.clone()  # it may be kept
             return put(self, target, self.call(with_result(func), (before, *others), kwargs))
+        if self.trace is not None:
+            args, kwargs = self._for_samples(args, kwargs)
         call, is_complex = self._call_of(func, args, kwargs)
         if is_complex:
             rule = None  # rules are of real numbers; autograd knows what to conjugate
@@ -358,6 +360,23 @@ class Capture:
         if output is NotImplemented:
             return self._without_rule(call, axes, args, kwargs)
         return output
+
+    def _for_samples(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Let what was expanded be of the samples that it meets: one value for each of them."""
+        assert self.trace is not None
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if not any(type(each) is Tracked and each.expanded_from is not None for each in given):
+            return args, kwargs
+        followed = [x for x in given if type(x) is not Tracked and self.trace.find(x) is not None]
+
+        def placed(value: Any) -> Any:
+            if type(value) is Tracked and (before := value.expanded_from) is not None:
+                for like in followed:
+                    if like.ndim == value.value.ndim:
+                        return self.expand(before, value.value.shape, like)
+            return value
+
+        return mapped(placed, args), mapped(placed, kwargs)
 
     def call_alone(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a custom `autograd.Function` of parameters alone."""

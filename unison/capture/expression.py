@@ -61,13 +61,25 @@ VIEWS = {Tensor.__getitem__, Tensor.view, Tensor.view_as} | _both(
 # Expressions whatever their sizes are, where the parameter is the only tensor: that they do not
 # depend on the batch need not be learned.
 ALWAYS = SAME | TRANSPOSES
+_EXPANSIONS = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
+_REPEATS = {Tensor.repeat, torch.tile, Tensor.tile}
+# Their second argument says no more than what it is like.
+_OF_SHAPES = {Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.type_as}
 
 
 def derive(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a function of parameters alone; what comes out is tracked too."""
     output = _derived(func, args, kwargs)
     first = args[0] if args else None
-    if type(first) is Tracked and not is_traced(first.value):
+    if type(first) is not Tracked:
+        return output
+    if type(output) is Tracked and (func in _EXPANSIONS or func in _REPEATS):
+        sizes = zip(reversed(first.value.shape), reversed(output.value.shape), strict=False)
+        if all(size in (1, made) for size, made in sizes):
+            output.expanded_from = first
+    elif func in SAME and type(output) is Tracked and (before := first.expanded_from) is not None:
+        output.expanded_from = derive(func, (before, *args[1:]), kwargs)
+    if not is_traced(first.value):
         memory = first.value.untyped_storage().data_ptr()
         for item in output if isinstance(output, list | tuple) else (output,):
             if type(item) is Tracked and item.value.untyped_storage().data_ptr() == memory:
@@ -151,6 +163,8 @@ def _through_autograd(func: Callable[..., Any], args: tuple, kwargs: dict[str, A
     def as_leaf(value: Any) -> Any:
         if type(value) is not Tracked:
             if isinstance(value, Tensor) and value.requires_grad:
+                if func in _OF_SHAPES:
+                    return value.detach()
                 raise UnsupportedOperation(
                     f"{getattr(func, '__name__', func)} of a parameter and of something computed "
                     "from all samples together, such as their mean: one sample's gradient then "

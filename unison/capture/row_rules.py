@@ -24,7 +24,7 @@ can tell.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -109,7 +109,7 @@ def reduced(ids: Tensor, dims: Sequence[int], *, keepdim: bool) -> Tensor:
 
 def grown(ids: Tensor, ndim: int) -> Tensor:
     """Prepend dimensions of size 1, as broadcasting does."""
-    return ids.reshape(*(1 for _ in range(ndim - ids.ndim)), *ids.shape)
+    return ids.reshape((1,) * (ndim - ids.ndim) + ids.shape)
 
 
 def is_mixed(rows: RowSamples) -> bool:
@@ -156,7 +156,9 @@ def _all_ids(find: Find, value: Tensor) -> Tensor:
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
     *("bernoulli", "uniform", "normal", "exponential", "fill", "zero", "masked_fill", "where"),
     *("_conj", "conj", "resolve_conj", "resolve_neg", "_neg_view", "nan_to_num", "to", "view_as"),
-    *("_fused_dropout", "randint_like", "dist", "rrelu_with_noise", "polygamma"),
+    *("_fused_dropout", "randint_like", "rrelu_with_noise", "polygamma", "poisson"),
+    *("log_sigmoid_forward", "hardswish", "_prelu_kernel", "polar", "complex"),
+    *("fake_quantize_per_tensor_affine_cachemask",),
 )
 def pointwise(find: Find, a: Arguments, out: Any) -> Found:
     """Elementwise functions: ids of all inputs are combined, floats first (see the note)."""
@@ -176,11 +178,45 @@ def pointwise(find: Find, a: Arguments, out: Any) -> Found:
     return filled(floats, others)
 
 
+@_rule("index_fill")
+def unless_chosen(find: Find, a: Arguments, out: Any) -> Found:
+    """A number in the place of rows, which are nobody's less."""
+    return None if _ids(find, a["index"]) is not None else _all_ids(find, a["self"])
+
+
+@_rule("searchsorted")
+def found_in_table(find: Find, a: Arguments, out: Tensor) -> Found:
+    """Places of elements in a table, which is nobody's."""
+    return None if _ids(find, a["sorted_sequence"]) is not None else _all_ids(find, a["self"])
+
+
 @_rule("copy")
 def copied(find: Find, a: Arguments, out: Tensor) -> Found:
     """`x.copy_(y)`: what is written over is gone."""
     ids = grown(_all_ids(find, a["src"]).to(out.device), out.ndim)
     return filled(ids, _all_ids(find, a["self"]))
+
+
+@_rule(
+    *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"),
+    *("binary_cross_entropy_with_logits", "dist"),
+)
+def loss(find: Find, a: Arguments, out: Tensor) -> Found:
+    """Losses, element by element or of all of them."""
+    ids = pointwise(find, a, a["self"])
+    if out.ndim == a["self"].ndim or ids is None:
+        return ids
+    assert isinstance(ids, Tensor)
+    return reduced(ids, range(ids.ndim), keepdim=False)
+
+
+@_rule("nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss")
+def class_loss(find: Find, a: Arguments, out: Any) -> Found:
+    """Losses of classes [batch, classes, ...], sample by sample or of all of them."""
+    first = out if isinstance(out, Tensor) else out[0]
+    ids = reduced(_all_ids(find, a["self"]), [min(1, a["self"].ndim - 1)], keepdim=False)
+    ids = filled(ids, grown(_all_ids(find, a["target"]), ids.ndim))
+    return ids if first.ndim == ids.ndim else reduced(ids, range(ids.ndim), keepdim=False)
 
 
 @_rule(
@@ -211,6 +247,80 @@ def last_dims(find: Find, a: Arguments, out: Any) -> Found:
     return _over_dims(find, a["input"], range(-len(a["normalized_shape"]), 0))
 
 
+@_rule(
+    *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+    *("_native_batch_norm_legit_no_training", "cudnn_batch_norm", "miopen_batch_norm"),
+)
+def batch_norm(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+    """Each channel over all rows, or by itself where statistics are fixed."""
+    x = a["input"]
+    others = [dim for dim in range(x.ndim) if dim != 1]
+    is_fixed = not a.get("training", False)
+    ids = _all_ids(find, x) if is_fixed else _over_dims(find, x, others)
+    return [ids, *(None for _ in out[1:])]
+
+
+@_rule("multinomial")
+def drawn_classes(find: Find, a: Arguments, out: Tensor) -> Found:
+    """Numbers of classes, drawn with the last dimension's probabilities."""
+    return _over_dims(find, a["self"], -1)
+
+
+@_rule("histc", "bincount", "trace")
+def of_all(find: Find, a: Arguments, out: Tensor) -> Found:
+    """What all elements of a tensor decide, and their weights if they have any."""
+    own = [_all_ids(find, x) for x in (a["self"], a.get("weights")) if isinstance(x, Tensor)]
+    found = [reduced(ids, range(ids.ndim), keepdim=False) for ids in own]
+    return grown(reduce(combined, found), out.ndim)
+
+
+@_rule(
+    *("linalg_inv_ex", "_linalg_solve_ex", "linalg_cholesky_ex", "_linalg_det", "_linalg_svd"),
+    *("_linalg_eigh", "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular", "linalg_pinv"),
+    *("_linalg_slogdet", "linalg_lu_factor_ex", "linalg_lu", "cholesky_solve", "linalg_eig"),
+    *("linalg_householder_product", "_linalg_eigvals", "linalg_lu_solve", "cholesky_inverse"),
+)
+def matrices(find: Find, a: Arguments, out: Any) -> list[Found] | None:
+    """Functions of matrices [batch, ..., rows, columns]."""
+    given = [value for value in a.values() if isinstance(value, Tensor)]
+    ndim = given[0].ndim - 2  # of the batch
+    ids: Tensor | None = None
+    for value in given:
+        if value.ndim < 2 or value.ndim - 2 > ndim:
+            return None
+        own = grown(reduced(_all_ids(find, value), [-1, -2], keepdim=True), ndim + 2)
+        ids = own if ids is None else combined(ids, own)
+    assert ids is not None
+    outputs = [out] if isinstance(out, Tensor) else out
+    batch = ids.shape[:ndim]
+    return [
+        ids.reshape(*batch, *(1,) * (each.ndim - ndim)) if each.ndim >= ndim else None
+        for each in outputs
+    ]
+
+
+@_rule("linalg_cross")
+def cross(find: Find, a: Arguments, out: Tensor) -> Found:
+    """The product of vectors along a dimension."""
+    return combined(*(_over_dims(find, a[name], a.get("dim", -1)) for name in ("self", "other")))
+
+
+@_rule("_ctc_loss")
+def sequence_loss(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+    """Of [time, batch, classes], one for each of the batch."""
+    ids = reduced(_all_ids(find, a["log_probs"]), [0, 2], keepdim=False)
+    return [ids, *(None for _ in out[1:])]
+
+
+@_rule(
+    *("reflection_pad1d", "reflection_pad2d", "reflection_pad3d"),
+    *("replication_pad1d", "replication_pad2d", "replication_pad3d"),
+)
+def mirrored(find: Find, a: Arguments, out: Tensor) -> Found:
+    """What is added along the last dimensions comes from them."""
+    return _over_dims(find, a["self"], range(-(len(a["padding"]) // 2), 0))
+
+
 def _over_dims(find: Find, x: Tensor, dims: Any, *, keepdim: bool = True) -> Tensor:
     """Ids of what depends on all elements along some dimensions: one, a list, or None for all."""
     if isinstance(dims, int):
@@ -226,9 +336,11 @@ def _over_dims(find: Find, x: Tensor, dims: Any, *, keepdim: bool = True) -> Ten
     *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d"),
     *("upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d", "pixel_shuffle"),
     *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_bilinear2d_aa"),
-    *("reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d"),
-    *("replication_pad2d", "replication_pad3d", "channel_shuffle", "affine_grid_generator"),
+    *("channel_shuffle", "affine_grid_generator", "_upsample_nearest_exact3d", "max_unpool2d"),
     *("pixel_unshuffle", "adaptive_avg_pool2d", "thnn_conv2d", "_slow_conv2d_forward"),
+    *("_upsample_bicubic2d_aa", "fractional_max_pool2d", "fractional_max_pool3d", "max_unpool3d"),
+    *("adaptive_avg_pool3d", "cudnn_convolution", "cudnn_convolution_transpose"),
+    *("conv_depthwise3d", "_conv_depthwise2d", "slow_conv3d_forward"),
 )
 def first_dim(find: Find, a: Arguments, out: Any) -> Found | Sequence[Found]:
     """Functions of images, [batch, channels, ...], such as convolutions and pooling."""
@@ -344,6 +456,41 @@ def _aligned(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int]
                 j += 1
         found.append((left, right))
     return found
+
+
+@_rule("view_as_real", "view_as_complex")
+def numbers_in_pairs(find: Find, a: Arguments, out: Tensor) -> Found:
+    """The last dimension of two that complex numbers have when they are seen as real."""
+    ids = _all_ids(find, a["self"])
+    if out.ndim > ids.ndim:
+        return ids.unsqueeze(-1)
+    return reduced(ids, [-1], keepdim=False)
+
+
+@_rule("as_strided")
+def strided(find: Find, a: Arguments, out: Tensor) -> Found:
+    """Elements by their places in memory."""
+    x, start = a["self"], a.get("storage_offset")
+    offset = 0 if start is None else start - x.storage_offset()
+    ids = torch.empty_strided(x.shape, x.stride(), dtype=torch.int64, device=x.device)
+    ids.copy_(_all_ids(find, x))
+    return compressed(ids.as_strided(a["size"], a["stride"], offset))
+
+
+@_rule("rot90")
+def turned(find: Find, a: Arguments, out: Tensor) -> Found:
+    """A quarter turn in two dimensions."""
+    x, dims = a["self"], [dim % a["self"].ndim for dim in a["dims"]]
+    ids = _all_ids(find, x)
+    sizes = [n if d in dims else m for d, (n, m) in enumerate(zip(x.shape, ids.shape, strict=True))]
+    return compressed(ids.expand(sizes).rot90(a["k"], dims))
+
+
+@_rule("diag_embed")
+def on_diagonal(find: Find, a: Arguments, out: Tensor) -> Found:
+    """Vectors along the diagonals of matrices."""
+    ids = _all_ids(find, a["self"])
+    return ids.unsqueeze(-1) if ids.shape[-1] == 1 and a["dim1"] == -2 and a["dim2"] == -1 else None
 
 
 # What means the same for dimensions of 1.

@@ -260,34 +260,43 @@ class RowTrace(TorchDispatchMode):
             if rows.is_by_value and not before.is_by_value:
                 self.put(target, rows)
             return
-        base = target if target._base is None else target._base
-        old = self.find(base)
-        known = self._known.get(_storage(target), {})
-        if base is target and not set(known) - {_geometry(target)}:
+        storage = _storage(target)
+        if storage is None:
             self.put(target, rows)
             return
-        if not base.is_contiguous():
-            for key in known:
-                known[key] = lost(target, "a write to a part of a tensor", len(key[1]))
-            self.put(base, lost(base, "a write to a part of a tensor"))
+        known = self._known.setdefault(storage, {})
+        size = storage.nbytes() // target.element_size()
+        if target.numel() == size and not set(known) - {_geometry(target)}:
+            self.put(target, rows)
             return
-        ids = torch.full(base.shape, NOBODY, device=base.device)
-        if old is not None:
-            ids.copy_(old.ids.expand(base.shape))
-        start = base.storage_offset()
-        part = ids.as_strided(target.shape, target.stride(), target.storage_offset() - start)
-        part.copy_(rows.ids.expand(target.shape))
-        others = rows if old is None else old
+        if any(key[3].itemsize != target.element_size() for key in known):
+            for key in known:
+                known[key] = lost(target, "a write to a view of another type", len(key[1]))
+            self.put(target, lost(target, "a write to a view of another type"))
+            return
+        ids = torch.full((size,), NOBODY, device=target.device)  # of all that memory, in its order
+        for (offset, shape, stride, _), each in known.items():
+            _written_to(ids, each.ids.expand(shape), offset, stride)
+        _written_to(
+            ids, rows.ids.expand(target.shape), int(target.storage_offset()), target.stride()
+        )
+        others = [*known.values(), rows]
         written = RowSamples(
             ids,
-            is_by_value=rows.is_by_value or others.is_by_value,
-            lost_by=rows.lost_by or others.lost_by,
+            is_by_value=any(each.is_by_value for each in others),
+            lost_by=next((each.lost_by for each in others if each.lost_by is not None), None),
         )
-        for offset, shape, stride, dtype in list(known):
-            view = ids.as_strided(shape, stride, offset - start)
-            known[offset, shape, stride, dtype] = replace(written, ids=compressed(view))
-        self.put(base, replace(written, ids=compressed(ids)))
-        self.put(target, rows)
+        whole = (0, torch.Size([size]), (1,), target.dtype)
+        for offset, shape, stride, dtype in [*known, _geometry(target), whole]:
+            view = compressed(ids.as_strided(shape, stride, offset))
+            known[offset, shape, stride, dtype] = replace(written, ids=view)
+
+
+def _written_to(flat: Tensor, ids: Tensor, offset: int, stride: Sequence[int]) -> None:
+    for dim, step in enumerate(stride):
+        if step == 0 and ids.shape[dim]:  # several elements in one place
+            ids = ids.narrow(dim, 0, 1)
+    flat.as_strided(ids.shape, stride, offset).copy_(ids)
 
 
 def _seen_through(known: dict[tuple, RowSamples], tensor: Tensor) -> RowSamples:

@@ -165,6 +165,7 @@ class Tracked(Tensor):
     listener: "Capture"  # is told of operations
     is_parameter: bool = False  # as it is, and not something made of it
     shares_memory: bool = False  # with another one: neither sees what is written to the other
+    expanded_from: "Tracked | None" = None  # what it is for every sample, or row
 
     @staticmethod
     def of(value: Tensor, sources: tuple[Source, ...], listener: "Capture") -> "Tracked":
