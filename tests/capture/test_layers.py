@@ -160,6 +160,12 @@ def _seen_by_a_view(x, w, *, is_of_zeros=False, writes_view=False):
     return x * made + view.sum()
 
 
+def _rectified(x, w):
+    made = w.sin()
+    F.relu(made, inplace=True)  # of which nobody uses what it returns
+    return x * made
+
+
 def _erased(x, w):
     made = 2 * w
     made.zero_()
@@ -204,6 +210,9 @@ def _erased(x, w):
         (partial(_seen_by_a_view, is_of_zeros=True, writes_view=True), "share memory"),
         (lambda x, w: x * w.mul_(2), "in-place operation on a parameter"),
         (_erased, None),
+        (lambda x, w: x * F.elu(2 * w, inplace=True), None),
+        (lambda x, w: x * F.leaky_relu(w, 0.1, True), "in-place operation on a parameter"),
+        (_rectified, None),
     ],
 )
 @quiet

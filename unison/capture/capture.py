@@ -20,6 +20,7 @@ from unison.capture.expression import (
     ALWAYS,
     derive,
     is_in_place,
+    not_in_place,
     per_sample_fallback,
     with_result,
 )
@@ -328,6 +329,8 @@ class Capture:
             target, *others = args
             before = target if type(target) is Tracked else target.clone()  # it may be kept
             return put(self, target, self.call(with_result(func), (before, *others), kwargs))
+        if args and type(args[0]) is Tracked and (elsewhere := not_in_place(func, args, kwargs)):
+            return put(self, args[0], self.call(func, *elsewhere))
         if self.trace is not None:
             args, kwargs = self._for_samples(args, kwargs)
         call, is_complex = self._call_of(func, args, kwargs)

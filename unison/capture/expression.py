@@ -11,6 +11,7 @@ under vmap (`per_sample_fallback`).
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from inspect import Signature, signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -221,6 +222,29 @@ def is_in_place(func: Callable[..., Any]) -> bool:
     if name.startswith("__"):
         return name in ("__setitem__", "__ipow__", "__ifloordiv__", "__imod__")
     return name.endswith("_") and name != "requires_grad_"
+
+
+@cache
+def _signature_with_inplace(func: Callable[..., Any]) -> Signature | None:
+    try:
+        found = signature(func)
+    except (TypeError, ValueError):  # of torch's own, which have another name to work in place
+        return None
+    return found if "inplace" in found.parameters else None
+
+
+def not_in_place(
+    func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
+    """Arguments with `inplace=False` in the place of `inplace=True`; None where it is not asked."""
+    known = _signature_with_inplace(func)
+    if known is None:
+        return None
+    bound = known.bind(*args, **kwargs)
+    if not bound.arguments.get("inplace"):
+        return None
+    bound.arguments["inplace"] = False
+    return bound.args, bound.kwargs
 
 
 @cache
