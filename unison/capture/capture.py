@@ -255,6 +255,11 @@ class Capture:
             yield self._met
 
     @property
+    def is_learning(self) -> bool:
+        """Whether it is only found out what the model does."""
+        return self.seen is not None or self._met is not None
+
+    @property
     def is_meeting(self) -> bool:
         """Whether it is only written down what parameters meet."""
         return self._met is not None
@@ -317,7 +322,7 @@ class Capture:
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        is_learning = self.seen is not None or self._met is not None
+        is_learning = self.is_learning
         # Who learns runs all of it without gradients; what writes into `out` can have none.
         is_unseen = is_learning and kwargs.get("out") is not None
         if func in UNFOLLOWED or is_unseen or not (is_learning or torch.is_grad_enabled()):
@@ -383,7 +388,7 @@ class Capture:
 
     def call_alone(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a custom `autograd.Function` of parameters alone."""
-        is_learning = self.seen is not None or self._met is not None
+        is_learning = self.is_learning
         if self.is_outside or not (is_learning or torch.is_grad_enabled()):
             return func(*args, **kwargs)
         call, _ = self._call_of(func, args, kwargs)
@@ -589,7 +594,7 @@ class Capture:
             UnsupportedOperation: A parameter itself is written, or views of the tensor were made,
                 which would not be followed.
         """
-        is_learning = self.seen is not None or self._met is not None
+        is_learning = self.is_learning
         if type(made) is not Tracked and is_learning:  # of what is not known yet, values are enough
             made = Tracked.of(made, target.sources, self)  # type: ignore[attr-defined]
         was_plain = type(target) is not Tracked

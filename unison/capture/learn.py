@@ -24,6 +24,7 @@ from unison.rng.draw_mode import other_generator_states
 from unison.torch_internals import FunctionMode, has_values, is_dtensor
 
 Run = Callable[[nn.Module, Any], Tensor]  # (module, batch) -> losses [batch]
+Agree = Callable[[bool], bool]  # whether it is so on any rank that runs the model together
 
 MAX_ROUNDS = 50  # one for each operation in the longest chain of parameters alone
 
@@ -44,6 +45,7 @@ def learn_axes(
     axes: AxisTable | None = None,
     *,
     state: ProbeState | None = None,
+    agree: Agree = bool,
 ) -> AxisTable:
     """Find where samples lie in every operation that touches a parameter; see axes.py.
 
@@ -56,6 +58,7 @@ def learn_axes(
         batch: Samples to learn from.
         axes: A table to fill, rather than a new one.
         state: What each pass begins with, if it is to be the same.
+        agree: Tells whether something is so on any rank; ranks run as many passes.
 
     Raises:
         BadInput: If the batch is empty.
@@ -65,7 +68,8 @@ def learn_axes(
         raise BadInput("expected samples to learn from, found a batch of 0")
     axes = AxisTable() if axes is None else axes
     for _ in range(MAX_ROUNDS):
-        if axes.learn(*_two_passes(module, run, batch, axes, state)) == 0:
+        num_new = axes.learn(*_two_passes(module, run, batch, axes, state))
+        if not agree(num_new > 0):
             return axes
     raise UnsupportedOperation(
         f"after {MAX_ROUNDS} passes it is still not known where samples lie in this model"
@@ -106,7 +110,12 @@ NUM_FOLLOWED = 3  # samples at least: of one sample alone, every row is its own
 
 
 def learn_rows(
-    module: nn.Module, run: Run, batch: Any, *, state: ProbeState | None = None
+    module: nn.Module,
+    run: Run,
+    batch: Any,
+    *,
+    state: ProbeState | None = None,
+    agree: Agree = bool,
 ) -> AxisTable:
     """Find where samples lie, as `learn_axes`, and whether they must be followed in every pass.
 
@@ -115,6 +124,7 @@ def learn_rows(
         run: One loss per sample.
         batch: Some samples.
         state: What each pass begins with, if it is to be the same.
+        agree: Tells whether something is so on any rank; ranks do the same.
 
     Raises:
         BadInput: If the batch is empty.
@@ -122,22 +132,26 @@ def learn_rows(
     """
     if not has_values() or any(map(is_dtensor, module.parameters())):
         # Below DTensors there is no batch to follow, and rows are followed by value.
-        return learn_axes(module, run, batch, state=state)
+        return learn_axes(module, run, batch, state=state, agree=agree)
     met, has_numbers, may_branch = _follow(module, run, batch)
-    if has_numbers or any(rows is not None and rows.is_by_value for _, rows, _ in met):
-        return _learn_partly(module, run, batch)
-    axes = AxisTable(rows_per_sample={})
+    by_value = has_numbers or any(rows is not None and rows.is_by_value for _, rows, _ in met)
+    if agree(by_value):
+        return _learn_partly(module, run, batch, agree)
+    axes: AxisTable | None = AxisTable(rows_per_sample={})
     try:
-        learn_axes(module, run, batch, axes, state=state)
+        learn_axes(module, run, batch, axes, state=state, agree=agree)
     except UnsupportedOperation:
         if any(layout is None and rows and is_mixed(rows) for _, rows, layout in met):
             raise
-        return _learn_partly(module, run, batch)
-    trained = {name for name, each in module.named_parameters() if each.requires_grad}
-    used = {name for call, _, _ in met for name in call.names}
-    has_other_paths = may_branch and not trained <= used
-    if has_other_paths or any(_is_out_of_order(each, axes) for each in met):
-        return _learn_partly(module, run, batch)
+        axes = None
+    if axes is not None:
+        trained = {name for name, each in module.named_parameters() if each.requires_grad}
+        used = {name for call, _, _ in met for name in call.names}
+        has_other_paths = may_branch and not trained <= used
+        if has_other_paths or any(_is_out_of_order(each, axes) for each in met):
+            axes = None
+    if agree(axes is None) or axes is None:
+        return _learn_partly(module, run, batch, agree)
     return axes
 
 
@@ -190,7 +204,7 @@ def _is_out_of_order(met: Met, axes: AxisTable) -> bool:
     return not bool(((ids == expected) | (ids == NOBODY)).all())
 
 
-def _learn_partly(module: nn.Module, run: Run, batch: Any) -> AxisTable:
+def _learn_partly(module: nn.Module, run: Run, batch: Any, agree: Agree) -> AxisTable:
     """Learn what two sizes tell of a model that is going to be traced."""
     axes, expressions = AxisTable(is_traced=True), AxisTable()
     for _ in range(MAX_ROUNDS):
@@ -199,7 +213,7 @@ def _learn_partly(module: nn.Module, run: Run, batch: Any) -> AxisTable:
         # As many rows for both sizes, by chance, look as if no sample were in them: only what is
         # made of nothing but parameters is known to be an expression.
         made = [seen.call for seen in many if seen.digest is None]
-        if expressions.add(made, axes) == 0:
+        if not agree(expressions.add(made, axes) > 0):
             break
     return axes
 

@@ -346,6 +346,8 @@ class ParallelAdapter:
         is_ordered: Whether passes are cut into granules: the same bits on any number of ranks.
         is_alone: Whether this rank's own sums of a pass, in any order, are those over all ranks.
         can_repeat: Whether the module's forward may be run again when a backward pass ends.
+        can_branch: Whether values may decide how the module uses its parameters: ranks do not wait
+            for one another then, or notice that they went different ways.
         runs_together: Whether the module's passes are collectives: all ranks run them, or none.
         why_uncompiled: Why the module's passes cannot go through torch.compile; None if they can.
     """
@@ -358,6 +360,7 @@ class ParallelAdapter:
     device: torch.device
     params: Sequence[ShardedParam]
     can_repeat = False
+    can_branch = False
     runs_together = True
     why_uncompiled: str | None = None
 
@@ -561,6 +564,7 @@ class Replicated(ParallelAdapter):
     """
 
     can_repeat = True
+    can_branch = True
     runs_together = False
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
@@ -669,6 +673,8 @@ class Units(ParallelAdapter):
         BadInput: Not all trainable parameters are in units.
     """
 
+    can_branch = True
+
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         root = unit_of(module)
         if root is None:
@@ -728,6 +734,9 @@ class Units(ParallelAdapter):
                 found[unit, granule] = self._leaves(unit, capture_of(captures, granule))
             return found[unit, granule]
 
+        context_of(self._root).compares_ways = any(
+            each.axes.is_traced or each.is_learning for each in captures.values()
+        )
         for unit in self._units:
             unit.leaf_source, unit.on_complete = leaves, self._complete
         try:

@@ -144,6 +144,10 @@ def settle_kernels(units: list[Unit]) -> None:
 # times counts from its first call.
 
 
+# What ranks do together in a unit, or at the end of a pass.
+_PLACES = ("forward pass", "recomputation", "backward pass", "forward end", "backward end")
+
+
 class Context:
     """What the units of one model share: their order and the state of the running pass."""
 
@@ -169,6 +173,38 @@ class Context:
         self._has_compared_models = self._has_compared_data = False
         self.loop_granule: int | None = None  # see [Note: the whole-model loop] in engine.py
         self.ran_without_grad: set[Unit] = set()
+        self.compares_ways = False  # whether values may lead ranks through other units
+
+    def compare_ways(self, unit: Unit | None, what: str) -> None:
+        """Make sure that every rank has come to the same place, where values may have led it.
+
+        A unit is gathered by all ranks or by none: a rank that comes to another one, or to none,
+        would let the others wait. So ranks compare where they are before they gather, and where
+        a pass ends.
+
+        Args:
+            unit: What this rank has come to; None at the end of a pass.
+            what: What it is going to do.
+
+        Raises:
+            UnsupportedOperation: Another rank has come to another place; on every rank.
+        """
+        everyone = self.root.axes.all
+        if not self.compares_ways or everyone.size == 1 or not has_values():
+            return
+        with _disable_current_modes():
+            place = len(self.units) if unit is None else self.units.index(unit)
+            code = _PLACES.index(what) * (len(self.units) + 1) + place
+            device = next(group.device for each in self.units for group in each.groups)
+            most, least = everyone.max_(torch.tensor([code, -code], device=device)).tolist()
+        if most != -least:
+            self.abandon()
+            where = f"the {what} of " + ("a pass" if unit is None else repr(unit.name))
+            raise UnsupportedOperation(
+                f"values decide which parts of this module a pass runs: rank {everyone.rank} has "
+                f"come to {where} and another rank has not, so that it would wait for ever. Shard "
+                "only parts that every pass runs: auto_shard(policy=...) on the blocks that choose"
+            )
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -269,6 +305,7 @@ class Context:
         self._begun.add(left_at)
         self.reached(unit)
         unit.forward_versions = versions
+        self.compare_ways(unit, "backward pass")
         unit.begin_backward()
         complete = self._entered_after(left_at)
         for each in complete:
@@ -333,6 +370,7 @@ class Context:
             unit.finish_reduce()
 
     def _end_backward(self) -> None:
+        self.compare_ways(None, "backward end")
         divisor = self.root.options.gradient_divisor
         if take_mean_was_used() and divisor != 1:
             self.abandon()
@@ -498,6 +536,7 @@ def _run_forward(
         context.begin_forward()
     context.depth += 1
     try:
+        context.compare_ways(unit, "recomputation" if is_recompute else "forward pass")
         unit.finish_gather()
         versions = unit.versions
         if is_recompute:
@@ -515,6 +554,8 @@ def _run_forward(
             watch_compiled(output, (args, kwargs), unit.reach)
         if not is_recompute and not unit.is_whole and not context.keeps_full(unit):
             unit.free_after_forward()
+        if context.depth == 1 and not is_recompute:
+            context.compare_ways(None, "forward end")
         output = _cast(output, precision.output)
         left_at = next(context.clock)
         return before_backward(output, lambda: context.begin_backward_of(unit, left_at, versions))

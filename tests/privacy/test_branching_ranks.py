@@ -1,0 +1,114 @@
+"""Rows that lie where values put them, in a model of parts on ranks; values that part the ranks."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import unison
+from tests.harness import World, run_on_ranks
+from tests.harness.oracle import clipped_sum
+from unison.errors import UnsupportedOperation
+from unison.privacy import PrivacyEngine
+from unison.shard import full_parameters
+
+WIDTH, TOKENS, ROWS, MAX_NORM = 6, 5, 8, 0.05
+
+
+class Chooser(nn.Module):
+    """Tokens that go to one of two experts, by their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / WIDTH)
+        self.router = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, WIDTH)
+        shares = self.router(flat).softmax(-1)
+        made = torch.zeros_like(flat)
+        for i in range(2):
+            (picked,) = torch.where(shares.argmax(-1) == i)
+            own = flat[picked] @ self.experts[i]
+            made = made.index_add(0, picked, own * shares[picked, i, None])
+        return x + made.view_as(x)
+
+
+class Chain(nn.Module):
+    """Blocks of which one rank leaves some out, from a pass on."""
+
+    def __init__(self, left_out: int | None = None, since: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Chooser() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4)
+        self.left_out, self.since, self.num_passes = left_out, since, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_passes += self.training and torch.is_grad_enabled()
+        for i, block in enumerate(self.blocks):
+            if i != self.left_out or self.num_passes <= self.since:
+                x = block(x)
+        return self.head(x.mean(1))
+
+
+def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def data() -> tuple[Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(4)
+    return torch.randn(ROWS, TOKENS, WIDTH, generator=gen), torch.arange(ROWS) % 4
+
+
+def trained(
+    world: World, left_out: int | None, since: int, reshard: bool, steps: int
+) -> dict[str, Tensor] | str:
+    model = Chain(left_out if world.rank == 1 else None, since)
+    unison.auto_shard(model, gradient_divisor=1, reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = PrivacyEngine()
+    settings: dict[str, Any] = {
+        "module": model,
+        "optimizer": optimizer,
+        "data_loader": DataLoader(TensorDataset(*data()), batch_size=ROWS, shuffle=True),
+        "noise_multiplier": 0.0,
+        "max_grad_norm": MAX_NORM,
+        "poisson_sampling": False,
+    }
+    try:
+        _, optimizer, loader = engine.make_private(**settings)
+        for _ in range(steps):
+            for batch in loader:
+                optimizer.zero_grad()
+                unison.batch_mean(losses(model, batch)).backward()
+                optimizer.step()
+    except UnsupportedOperation as error:
+        return str(error)
+    return {name: each.detach().clone() for name, each in full_parameters(model)}
+
+
+@functools.cache
+def oracle() -> dict[str, Tensor]:
+    sums = clipped_sum(Chain(), losses, data(), MAX_NORM)
+    before = dict(Chain().named_parameters())
+    return {name: before[name].double() - each / ROWS for name, each in sums.items()}
+
+
+@pytest.mark.parametrize(("size", "reshard"), [(2, True), (2, False), (3, True)])
+def test_rows_by_value_in_units(size, reshard):
+    for found in run_on_ranks(size, trained, None, 0, reshard, 1):
+        assert isinstance(found, dict), found
+        for name, wanted in oracle().items():
+            torch.testing.assert_close(found[name].double(), wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("left_out", "since"), [(0, 0), (2, 0), (1, 2), (2, 2)])
+def test_ranks_that_part_say_so(left_out, since):
+    """At once, on every rank: while the model is looked at, or in a later step."""
+    for found in run_on_ranks(2, trained, left_out, since, True, 4, timeout=60):
+        assert isinstance(found, str)
+        assert "values decide which parts of this module a pass runs" in found
