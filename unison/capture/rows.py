@@ -178,8 +178,10 @@ class RowTrace(TorchDispatchMode):
         known = self._known.get(storage)
         if known is None:
             return None
-        found = known.get(_geometry(tensor))
-        return _seen_through(known, tensor) if found is None else found
+        place = _geometry(tensor)
+        if place not in known:
+            known[place] = _seen_through(known, tensor)
+        return known[place]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -286,10 +288,9 @@ class RowTrace(TorchDispatchMode):
             is_by_value=any(each.is_by_value for each in others),
             lost_by=next((each.lost_by for each in others if each.lost_by is not None), None),
         )
-        whole = (0, torch.Size([size]), (1,), target.dtype)
-        for offset, shape, stride, dtype in [*known, _geometry(target), whole]:
-            view = compressed(ids.as_strided(shape, stride, offset))
-            known[offset, shape, stride, dtype] = replace(written, ids=view)
+        # Views are looked up in the whole, as they are asked for.
+        known.clear()
+        known[0, torch.Size([size]), (1,), target.dtype] = replace(written, ids=compressed(ids))
 
 
 def _written_to(flat: Tensor, ids: Tensor, offset: int, stride: Sequence[int]) -> None:

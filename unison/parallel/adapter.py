@@ -721,6 +721,7 @@ class Units(ParallelAdapter):
         """See `ParallelAdapter`."""
         self._root.runs_hooks_first = True
         self._undo.callback(setattr, self._root, "runs_hooks_first", False)
+        self._undo.callback(setattr, context_of(self._root), "compares_ways", False)
         self._let_captures_place(self._undo)
 
     @contextmanager
