@@ -90,7 +90,9 @@ def test_slots_hold_the_per_sample_gradients(name):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["PEFT OFT", "PEFT FourierFT"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("PEFT OFT", marks=pytest.mark.full), "PEFT FourierFT"]
+)
 def test_what_is_written_into_zeros(name):
     """A traced tensor cannot become one that is made of parameters; what is written anew can."""
     check(PEFT[name], "aot_eager", torch.float32)

@@ -313,7 +313,7 @@ class Learning:
     def agree(self, flag: bool) -> bool:
         """Whether it is so on any rank, where ranks must run the module together; a collective."""
         everyone = self._owner.everyone
-        if everyone.size == 1 or not self._owner.runs_together:
+        if everyone.size == 1 or not self._owner.runs_together or not has_values():  # a plan's
             return flag
         device = next(self._module.parameters()).device
         return bool(everyone.sum_(torch.tensor([float(flag)], device=device)) > 0)
