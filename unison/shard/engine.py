@@ -190,7 +190,7 @@ class Context:
             UnsupportedOperation: Another rank has come to another place; on every rank.
         """
         everyone = self.root.axes.all
-        if not self.compares_ways or everyone.size == 1 or not has_values():
+        if everyone.size == 1 or not has_values():
             return
         with _disable_current_modes():
             place = len(self.units) if unit is None else self.units.index(unit)
@@ -305,7 +305,8 @@ class Context:
         self._begun.add(left_at)
         self.reached(unit)
         unit.forward_versions = versions
-        self.compare_ways(unit, "backward pass")
+        if self.compares_ways:
+            self.compare_ways(unit, "backward pass")
         unit.begin_backward()
         complete = self._entered_after(left_at)
         for each in complete:
@@ -370,7 +371,8 @@ class Context:
             unit.finish_reduce()
 
     def _end_backward(self) -> None:
-        self.compare_ways(None, "backward end")
+        if self.compares_ways:
+            self.compare_ways(None, "backward end")
         divisor = self.root.options.gradient_divisor
         if take_mean_was_used() and divisor != 1:
             self.abandon()
@@ -536,7 +538,8 @@ def _run_forward(
         context.begin_forward()
     context.depth += 1
     try:
-        context.compare_ways(unit, "recomputation" if is_recompute else "forward pass")
+        if context.compares_ways:
+            context.compare_ways(unit, "recomputation" if is_recompute else "forward pass")
         unit.finish_gather()
         versions = unit.versions
         if is_recompute:
@@ -554,7 +557,7 @@ def _run_forward(
             watch_compiled(output, (args, kwargs), unit.reach)
         if not is_recompute and not unit.is_whole and not context.keeps_full(unit):
             unit.free_after_forward()
-        if context.depth == 1 and not is_recompute:
+        if context.compares_ways and context.depth == 1 and not is_recompute:
             context.compare_ways(None, "forward end")
         output = _cast(output, precision.output)
         left_at = next(context.clock)
