@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import logging
 import multiprocessing
+import queue
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -266,7 +267,12 @@ def _child(answers: Any, *what: str) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     try:
-        answers.put(examine(*what))
+        verdict = examine(*what)
+        if verdict[0] == "wrong":  # or rounded
+            torch.set_default_dtype(torch.float64)
+            again = examine(*what)
+            verdict = again if again[0] == "exact" else verdict
+        answers.put(verdict)
     except BaseException as error:
         answers.put(("failed", f"{type(error).__name__}: {error}"[:400]))
 
@@ -279,7 +285,7 @@ def examined(task: str, kind: str, class_name: str) -> tuple[str, str]:
     process.start()
     try:
         return answers.get(timeout=SECONDS)
-    except Exception:
+    except queue.Empty:
         return "failed", f"no answer in {SECONDS} s"
     finally:
         process.kill()

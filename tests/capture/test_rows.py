@@ -253,6 +253,12 @@ TRACED = {
     "written": (_written, [N, 0, 0, N, 1, 1, N, 2, 2]),
     "seen later": (_seen_later, [1, 2]),
     "embedding": (lambda x: F.embedding((x[:, :, 0] > 0).long(), torch.ones(2, 3)), [0, 1, 2]),
+    "filled with a mean": (lambda x: x.index_fill(1, torch.tensor([0]), x.mean()), [M] * 3),
+    "a norm's weight of all": (lambda x: F.layer_norm(x, (2,), x.mean((0, 1))), [M] * 3),
+    "a batch norm's weight of all": (
+        lambda x: F.batch_norm(x, torch.zeros(2), torch.ones(2), x.mean((0, 2))),
+        [M] * 3,
+    ),
     "unknown": (lambda x: torch.linalg.qr(x[:, 0])[0], [M]),
 }
 
@@ -384,13 +390,15 @@ class _Handed(nn.Module):
                 return x + self.places.repeat(len(x), 1, 1)
             case "cat":
                 return torch.cat([self.places[:, :1].expand(len(x), -1, -1), x], 1)
+            case "nobody's":
+                return x + (torch.rand(x.shape) < 2).float() * self.places.expand(len(x), -1, -1)
             case _:
                 queries = self.places.expand(len(x), -1, -1)
                 return F.scaled_dot_product_attention(queries, x, x)
 
 
 @pytest.mark.parametrize(
-    "spelling", ["expand", "expand_as", "broadcast_to", "repeat", "cat", "attention"]
+    "spelling", ["expand", "expand_as", "broadcast_to", "repeat", "cat", "attention", "nobody's"]
 )
 def test_one_value_for_every_sample_that_is_followed(spelling):
     torch.manual_seed(0)

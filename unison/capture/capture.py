@@ -381,7 +381,10 @@ class Capture:
             if type(value) is Tracked and (before := value.expanded_from) is not None:
                 for like in followed:
                     if like.ndim == value.value.ndim:
-                        return self.expand(before, value.value.shape, like)
+                        try:
+                            return self.expand(before, value.value.shape, like)
+                        except _Expression:  # it met what is nobody's, such as noise
+                            continue
             return value
 
         return mapped(placed, args), mapped(placed, kwargs)

@@ -150,6 +150,15 @@ def _all_ids(find: Find, value: Tensor) -> Tensor:
     return torch.full((1,) * value.ndim, NOBODY, device=value.device) if ids is None else ids
 
 
+def _with_others(find: Find, ids: Tensor, a: Arguments, *names: str) -> Tensor:
+    """Combine ids with those of arguments that reach all elements, such as a norm's weights."""
+    for name in names:
+        own = _ids(find, a[name]) if isinstance(a.get(name), Tensor) else None
+        if own is not None:
+            ids = combined(ids, grown(reduced(own, range(own.ndim), keepdim=False), ids.ndim))
+    return ids
+
+
 @_rule(
     *("_to_copy", "floor_divide", "native_dropout", "dropout", "tril", "triu", "isin"),
     *("bucketize", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "clone"),
@@ -180,8 +189,10 @@ def pointwise(find: Find, a: Arguments, out: Any) -> Found:
 
 @_rule("index_fill")
 def unless_chosen(find: Find, a: Arguments, out: Any) -> Found:
-    """A number in the place of rows, which are nobody's less."""
-    return None if _ids(find, a["index"]) is not None else _all_ids(find, a["self"])
+    """A number in the place of some rows: whoever it is of, it stands in all of them."""
+    if _ids(find, a["index"]) is not None:
+        return None
+    return _with_others(find, _all_ids(find, a["self"]), a, "value")
 
 
 @_rule("searchsorted")
@@ -216,6 +227,7 @@ def class_loss(find: Find, a: Arguments, out: Any) -> Found:
     first = out if isinstance(out, Tensor) else out[0]
     ids = reduced(_all_ids(find, a["self"]), [min(1, a["self"].ndim - 1)], keepdim=False)
     ids = filled(ids, grown(_all_ids(find, a["target"]), ids.ndim))
+    ids = _with_others(find, ids, a, "weight")
     return ids if first.ndim == ids.ndim else reduced(ids, range(ids.ndim), keepdim=False)
 
 
@@ -244,7 +256,8 @@ def along_dims(find: Find, a: Arguments, out: Any) -> Found:
 @_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
 def last_dims(find: Find, a: Arguments, out: Any) -> Found:
     """Norms over the last dimensions."""
-    return _over_dims(find, a["input"], range(-len(a["normalized_shape"]), 0))
+    ids = _over_dims(find, a["input"], range(-len(a["normalized_shape"]), 0))
+    return _with_others(find, ids, a, "weight", "bias")
 
 
 @_rule(
@@ -257,6 +270,7 @@ def batch_norm(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
     others = [dim for dim in range(x.ndim) if dim != 1]
     is_fixed = not a.get("training", False)
     ids = _all_ids(find, x) if is_fixed else _over_dims(find, x, others)
+    ids = _with_others(find, ids, a, "weight", "bias", "running_mean", "running_var")
     return [ids, *(None for _ in out[1:])]
 
 

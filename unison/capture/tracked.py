@@ -257,6 +257,9 @@ class Tracked(Tensor):
         raise AssertionError("torch called a tracked tensor's function without one")
 
 
+_OWN = ("value", "sources", "of_parameters", "listener")
+
+
 def mark_in_place(target: Tensor, made: Tracked) -> bool:
     """Let a tensor be what an in-place operation makes of it; False if views of it would not be."""
     if type(target) is Tracked:
@@ -273,8 +276,9 @@ def mark_in_place(target: Tensor, made: Tracked) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
             target.requires_grad_()
             target.register_hook(partial(refuse_gradient, made.of_parameters[0]))
-    for name in ("value", "sources", "of_parameters", "listener"):
+    for name in _OWN:
         setattr(target, name, getattr(made, name))
+    target.expanded_from = None  # type: ignore[attr-defined]
     return True
 
 
@@ -282,7 +286,8 @@ def unmark(target: Tracked) -> None:
     """Give back what `mark_in_place` took, with the values that were written."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         value = target.value
-        vars(target).clear()
+        for name in (*_OWN, "shares_memory", "expanded_from"):
+            vars(target).pop(name, None)
         target._backward_hooks = None
         target.__class__ = Tensor  # type: ignore[assignment]
         target.requires_grad_(False).copy_(value)
