@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from unison.capture import check_samples_apart, examine, learn_axes, probe_rows, state_kept
-from unison.capture.probes import NUM_PROBED, in_float64
+from unison.capture.probes import NUM_PROBED, widened
 from unison.errors import UnsupportedOperation
 
 WIDTH = 6
@@ -259,6 +259,32 @@ def test_what_is_known_to_round_is_compared_in_float64_at_once():
         assert report.is_rounded
         counts.append(len(calls))
     assert counts[2] < counts[1] < counts[0]
+
+
+class OfItsNumber(nn.Module):
+    """Multiplies by a number that is nearly the same for any number of rows."""
+
+    def __init__(self, difference: float) -> None:
+        super().__init__()
+        self.linear, self.difference = nn.Linear(WIDTH, 3), difference
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1 + self.difference * len(x))
+
+
+@pytest.mark.parametrize("difference", [0.0, 1e-4])
+def test_narrow_dtypes_are_compared_in_float32_without_gradients(difference):
+    """With them, or in float64, a first step took three times the memory of all others."""
+    model, x = OfItsNumber(difference).bfloat16(), rows().bfloat16()
+    axes = learn_axes(model, squares, x)
+    passes: list[tuple[torch.dtype, bool]] = []
+    model.register_forward_hook(
+        lambda *_: passes.append((model.linear.weight.dtype, torch.is_grad_enabled()))
+    )
+    mixing = examine(model, squares, x, axes, whole=True).mixing
+    assert ("changes with the number of samples" in str(mixing)) == bool(difference)
+    assert (torch.float32, False) in passes
+    assert {dtype for dtype, has_gradients in passes if has_gradients} == {torch.bfloat16}
 
 
 class Attention(nn.Module):
@@ -548,7 +574,7 @@ def test_a_loss_of_the_whole_batch_is_looked_at_as_such():
 def test_float64_for_a_while():
     model = nn.Sequential(nn.Embedding(5, WIDTH), nn.LSTM(WIDTH, 3, batch_first=True))
     held = dict(model.named_parameters())
-    with in_float64(model):
+    with widened(model):
         assert model(torch.zeros(2, 4, dtype=torch.long))[0].dtype == torch.float64
         assert torch.zeros(1).float().dtype == torch.float64
         assert torch.zeros(1).to(torch.float32).dtype == torch.float64
@@ -577,7 +603,7 @@ def test_tensors_that_are_no_buffers_are_put_back():
 def test_checkpointing_in_float64(is_reentrant):
     model, x = Checkpointed(is_reentrant), rows()
     axes = learn_axes(model, squares, x)
-    with in_float64(model):
+    with widened(model):
         check_samples_apart(model, squares, x.double(), axes)
 
 
@@ -595,7 +621,7 @@ def test_attention_in_float64_keeps_no_weights(has_mask):
         kept = max(kept, each.numel())
         return each
 
-    for context in (contextlib.nullcontext(), in_float64(nn.Module())):
+    for context in (contextlib.nullcontext(), widened(nn.Module())):
         kept = 0
         with context, torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
             output = F.scaled_dot_product_attention(q, k, v, **settings)

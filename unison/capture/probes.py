@@ -418,23 +418,23 @@ def _far(leaf: Tensor, powers: Tensor, how: Replacement, generator: torch.Genera
 
 
 @contextmanager
-def in_float64(module: nn.Module) -> Iterator[None]:
-    """Let a module compute in float64 for this block, with parameters of its own.
+def widened(module: nn.Module, dtype: torch.dtype = torch.float64) -> Iterator[None]:
+    """Let a module compute in a wide dtype for this block, with parameters of its own.
 
     Its parameters and buffers are exchanged for copies and put back; nobody who holds them sees
-    anything of it. Code that asks for a smaller dtype gets float64.
+    anything of it. Code that asks for a smaller dtype gets the wide one.
     """
     held: list[tuple[dict[str, Any], str, Any]] = [
         (tensors, key, value)
         for child in module.modules()
         for tensors in (child._parameters, child._buffers)
         for key, value in tensors.items()
-        if value is not None and value.is_floating_point()
+        if value is not None and _is_narrow(value.dtype, dtype)
     ]
     copies: dict[int, Tensor] = {}  # one of a tensor that is there twice
     for _, _, value in held:
         if id(value) not in copies:
-            copy = value.detach().double()
+            copy = value.detach().to(dtype)
             if isinstance(value, nn.Parameter):
                 copy = nn.Parameter(copy, requires_grad=value.requires_grad)
             copies[id(value)] = copy
@@ -442,8 +442,9 @@ def in_float64(module: nn.Module) -> Iterator[None]:
     try:
         for tensors, key, value in held:
             tensors[key] = copies[id(value)]
-        torch.set_default_dtype(torch.float64)
-        with flat_weights_renewed(module.named_modules()), FunctionMode(_widened):
+        torch.set_default_dtype(max(default, dtype, key=lambda each: each.itemsize))
+        mode = FunctionMode(partial(_in_dtype, dtype))
+        with flat_weights_renewed(module.named_modules()), mode:
             yield
     finally:
         torch.set_default_dtype(default)
@@ -470,26 +471,32 @@ def flat_weights_renewed(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[N
             child._flat_weights, child._flat_weight_refs = weights, refs
 
 
-_NARROW = {torch.float32, torch.bfloat16, torch.float16}
-_NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_NARROWING = {
+    Tensor.float: torch.float32,
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+}
 
 
-def _widened(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a torch function with float64 in the place of smaller dtypes."""
-    if func in _NARROWING:
-        return Tensor.double(args[0])
+def _is_narrow(found: Any, dtype: torch.dtype) -> bool:
+    """Whether it is a floating-point dtype of fewer bytes than another."""
+    is_dtype = type(found) is torch.dtype
+    return is_dtype and found.is_floating_point and 1 < found.itemsize < dtype.itemsize
+
+
+def _in_dtype(dtype: torch.dtype, func: Callable[..., Any], args: tuple, kwargs: Any) -> Any:
+    """Call a torch function with a wide dtype in the place of smaller ones."""
+    if _is_narrow(_NARROWING.get(func), dtype):
+        return args[0].to(dtype)
     # Dtypes are arguments themselves, and lie no deeper.
-    wide = [torch.float64 if type(x) is torch.dtype and x in _NARROW else x for x in args]
-    named = dict(kwargs)
-    for key, value in kwargs.items():
-        if type(value) is torch.dtype and value in _NARROW:
-            named[key] = torch.float64
+    wide = [dtype if _is_narrow(each, dtype) else each for each in args]
+    named = {key: dtype if _is_narrow(each, dtype) else each for key, each in kwargs.items()}
     call: Any = _attention if func is F.scaled_dot_product_attention else func
     return call(*wide, **named)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """Attention in float64 that does not store its weights, as torch's kernels would."""
+    """Attention that does not store its weights, as torch's kernels for float64 would."""
     named = {**dict(zip(_OPTIONS, rest, strict=False)), **named}
     mask = named.pop("attn_mask", None)
     is_plain = all(type(each) is Tensor and each.ndim == 4 for each in (q, k, v))
@@ -580,10 +587,8 @@ def without_dropout(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any
 _OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-def as_double(batch: Any) -> Any:
-    """The batch with its floating-point tensors in float64."""
-
-    def double(leaf: Tensor) -> Tensor:
-        return leaf.double() if leaf.is_floating_point() else leaf
-
-    return tree_map_only(Tensor, double, batch)
+def as_dtype(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating-point tensors in a wide dtype."""
+    return tree_map_only(
+        Tensor, lambda each: each.to(dtype) if _is_narrow(each.dtype, dtype) else each, batch
+    )

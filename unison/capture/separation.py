@@ -38,9 +38,9 @@ from unison.capture.probes import (
     Replacement,
     additions_in_order,
     are_distinct,
-    as_double,
-    in_float64,
+    as_dtype,
     probe_rows,
+    widened,
     with_others,
     without_dropout,
 )
@@ -210,6 +210,11 @@ class MixingReport:
     is_rounded: bool = False
 
 
+def _of_other_shapes(epsilon: float) -> float:
+    """Return how far kernels for other shapes may round from one another."""
+    return min(NUM_LAST_PLACES * 8 * epsilon, math.sqrt(epsilon))
+
+
 def check_samples_apart(
     module: nn.Module,
     run: Run,
@@ -320,19 +325,14 @@ class MixingCheck:
         rows = probe_rows(self.batch, seed=self.seed)
         found = self._compare_twice(rows, MixingCheck._compare, is_rounded=self.is_rounded)
         if found.mixing is None and not self.is_scalar and not self.is_light:
-            # Kernels round differently for other shapes.
-            epsilon = self._epsilon(rows)
-            tolerance = min(NUM_LAST_PLACES * 8 * epsilon, math.sqrt(epsilon))
-            is_narrow = tolerance > 1e-4 and not self._is_sharded
-            by_number = self._compare_twice(
-                rows, MixingCheck._compare_sizes, tolerance, is_rounded=is_narrow
-            )
-            found = replace(found, mixing=by_number.mixing)
+            found = replace(found, mixing=self._compare_numbers(rows).mixing)
         if found.mixing is None and self.whole and not self.is_scalar:
             # The same number of passes on every rank, however many rows each has.
             many = self.batch if _size_of(self.batch) > NUM_PROBED else rows
-            at_size = self._compare_twice(many, MixingCheck._compare_whole)
-            found = replace(found, mixing=at_size.mixing)
+            mixing = None if self.is_light else self._reached_by_others(many)
+            if mixing is None:
+                mixing = self._compare_twice(many, MixingCheck._compare_whole).mixing
+            found = replace(found, mixing=mixing)
             self.state.restore()
         if found.mixing is None and not self._is_sharded:
             found = replace(found, mixing=self._parameters_written(rows))
@@ -445,19 +445,45 @@ class MixingCheck:
         """Compare passes in float64, or where that cannot be, in the module's own dtype."""
         if self._dtypes(rows) <= {torch.float64}:
             return compare(self, rows, TOLERANCE)
-        if not self._is_sharded:
-            try:
-                with in_float64(self.module):
-                    wide = replace(self, state=ProbeState(self.module, rows))
-                    return compare(wide, as_double(rows), TOLERANCE)
-            except UnisonError:
-                raise
-            except Exception:
-                # A kernel for other dtypes, whatever it raises: the dtype's own last places decide.
-                pass
-            finally:
-                self.state.restore()
-        return compare(self, rows, NUM_LAST_PLACES * self._epsilon(rows))
+        found = self._compare_in(torch.float64, rows, compare, TOLERANCE)
+        return found or compare(self, rows, NUM_LAST_PLACES * self._epsilon(rows))
+
+    def _compare_in(
+        self, dtype: torch.dtype, rows: Any, compare: "Compare", tolerance: float
+    ) -> MixingReport | None:
+        """Compare passes in a wide dtype; None where that cannot be."""
+        if self._is_sharded:
+            return None
+        device = next(self.module.parameters()).device.type
+        try:
+            with widened(self.module, dtype), torch.autocast(device, enabled=False):
+                wide = replace(self, state=ProbeState(self.module, rows))
+                return compare(wide, as_dtype(rows, dtype), tolerance)
+        except UnisonError:
+            raise
+        except Exception:  # whatever a kernel for other dtypes raises, or no memory
+            return None
+        finally:
+            self.state.restore()
+
+    def _compare_numbers(self, rows: Any) -> MixingReport:
+        """Compare passes of two sizes, for which kernels round differently.
+
+        Of narrow dtypes that leaves little to see. There outputs are compared in float32, too: with
+        gradients, or in float64, it would take many times the memory of a training step.
+        """
+        compare, epsilon = MixingCheck._compare_sizes, self._epsilon(rows)
+        if (tolerance := _of_other_shapes(epsilon)) < 1e-4 or self._is_sharded:
+            return self._compare_twice(rows, compare, tolerance)
+        found = compare(self, rows, math.sqrt(epsilon))
+        if self.agree(found.mixing is not None):
+            return found
+        outputs = partial(MixingCheck._compare_sizes, has_gradients=False)
+        tolerance = _of_other_shapes(torch.finfo(torch.float32).eps)
+        single = self._compare_in(torch.float32, rows, outputs, tolerance)
+        if self.agree(single is None or single.mixing is not None):
+            return self._compare_wide(rows, outputs)
+        return found
 
     def _compare_draws(self, rows: Any, tolerance: float, generator: torch.Generator) -> str | None:
         """Compare outputs with other random numbers: some may mix samples, such as a permutation.
@@ -480,7 +506,9 @@ class MixingCheck:
                 return self._mixing(found, how, kept)
         return None
 
-    def _compare_sizes(self, rows: Any, tolerance: float) -> MixingReport:
+    def _compare_sizes(
+        self, rows: Any, tolerance: float, *, has_gradients: bool = True
+    ) -> MixingReport:
         """Find out whether what a sample leaves depends on how many samples there are.
 
         Without dropout: it draws other numbers, too.
@@ -488,9 +516,9 @@ class MixingCheck:
         size = _size_of(rows)
         fewer = tree_map(lambda leaf: leaf[:-1] if isinstance(leaf, Tensor) else leaf, rows)
         with FunctionMode(without_dropout):
-            first = self._pass(rows, torch.ones(size))
+            first = self._pass(rows, torch.ones(size) if has_gradients else None)
             has_drawn = self.state.has_drawn()
-            second = self._pass(fewer, torch.ones(size - 1))
+            second = self._pass(fewer, torch.ones(size - 1) if has_gradients else None)
         self.state.restore()
         assert first.losses is not None
         both = {name: each[:-1] for name, each in first.sketches.items()}
@@ -509,22 +537,12 @@ class MixingCheck:
         """Compare outputs for a whole batch: a model may do something else with many rows.
 
         Each half is kept once: where experts take rows until they are full, a row feels only those
-        before it. Many copies fill an expert, or leave it empty. What outputs do not show, the
-        gradients that losses of one half send to the other do.
+        before it. Many copies fill an expert, or leave it empty.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        size = _size_of(batch)
-        is_first = torch.arange(size) < size // 2
-        is_random = torch.randperm(size, generator=generator) < (size + 1) // 2
-        base = self._pass(batch, None if self.is_light else is_random.double())
-        # Losses of the weight 0 send exactly 0 back, or 0 · inf.
-        sketches = {} if self.is_light else base.sketches  # sharded modules send 1 back there
-        of_others = {name: each[~is_random].nan_to_num(0, 0, 0) for name, each in sketches.items()}
-        reached = [name for name, each in of_others.items() if bool(each.any())]
-        if self.agree(bool(reached)):
-            return MixingReport(self._mixing(reached or None, None, ~is_random))
+        is_first, is_random = self._halves(batch, generator)
         kept_by = {Replacement.VALUES: is_first, Replacement.ROWS: is_random}
-        base = RowResults(base.losses)
+        base = RowResults(self._pass(batch, None).losses)
         for how in self._turn(_BESIDE_MANY):
             kept = kept_by.get(how, ~is_first)
             other = self._pass_beside(base, batch, kept, how, generator, None)
@@ -532,6 +550,22 @@ class MixingCheck:
             if self.agree(found is not None):
                 return MixingReport(self._mixing(found, how, kept))
         return MixingReport(None)
+
+    def _reached_by_others(self, batch: Any) -> str | None:
+        """Return what gets a gradient from losses of the other half, which outputs do not show."""
+        is_random = self._halves(batch, torch.Generator().manual_seed(self.seed))[1]
+        # Losses of the weight 0 send exactly 0 back, or 0 · inf.
+        sketches = self._pass(batch, is_random.double()).sketches
+        of_others = {name: each[~is_random].nan_to_num(0, 0, 0) for name, each in sketches.items()}
+        reached = [name for name, each in of_others.items() if bool(each.any())]
+        found = self.agree(bool(reached))
+        return self._mixing(reached or None, None, ~is_random) if found else None
+
+    def _halves(self, batch: Any, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return which rows are of the first half, and of a random one."""
+        size = _size_of(batch)
+        is_first = torch.arange(size) < size // 2
+        return is_first, torch.randperm(size, generator=generator) < (size + 1) // 2
 
     # --- passes ----------------------------------------------------------------------------------
 
