@@ -490,10 +490,8 @@ class LossCheck:
         order = torch.randint(0, left.num_units, (left.num_units,), generator=generator)
         if way == 2:
             order = order[:1].expand(left.num_units)
-        new = matrix[order.to(device)]
-        if way == 1:
-            new = far_values(matrix, generator)
-        elif way == 2 and not matrix.is_floating_point():
+        new = far_values(matrix, generator) if way == 1 else matrix[order.to(device)]
+        if way == 2 and not matrix.is_floating_point():
             size = sum(each.numel() for each in unpacked(root))
             for _, labels, _, num_classes, _ in program.tape.targets:
                 if sum(each.numel() for each in unpacked(labels)) == size:  # it holds labels

@@ -547,30 +547,39 @@ def far_values(matrix: Tensor, generator: torch.Generator) -> Tensor:
 
     Integers stay in their range: not all kernels check it.
     """
-    # Drawn where they are used: logits have hundreds of millions of elements.
-    shape, device = matrix.shape, matrix.device
-    own = torch.Generator(device=device)
+    flat = matrix.flatten()
+    # Drawn where they are used, and in parts: logits have hundreds of millions of elements.
+    own = torch.Generator(device=matrix.device)
     own.manual_seed(int(torch.randint(0, 1 << 62, (), generator=generator)))
+    parts = flat.split(1 << 24) if len(flat) else ()
+    low, high = 0.0, 1.0
+    if matrix.dtype != torch.bool and parts:
+        bounds = torch.stack([torch.stack(_finite(each).aminmax()) for each in parts])
+        low, high = float(bounds[:, 0].min()), float(bounds[:, 1].max())
+    far = [_far_part(each, flat, low, high, own) for each in parts]
+    return torch.cat([flat[:0], *far]).view(matrix.shape)
 
+
+def _finite(part: Tensor) -> Tensor:
+    return part.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _far_part(part: Tensor, flat: Tensor, low: float, high: float, own: torch.Generator) -> Tensor:
     def uniform() -> Tensor:
-        return torch.rand(shape, generator=own, device=device)
+        return torch.rand(part.shape, generator=own, device=part.device)
 
-    if matrix.dtype == torch.bool:
+    if part.dtype == torch.bool:
         return uniform() < 0.5
     u = uniform()
-    pick = torch.randint(0, matrix.numel(), shape, generator=own, device=device)
-    mixed = matrix.flatten()[pick]
-    if not matrix.is_floating_point():
-        high = max(0, int(matrix.max())) + 1
-        return torch.where(uniform() < 0.5, mixed, (u * high).to(matrix.dtype))
-    finite = matrix.nan_to_num(0.0, 0.0, 0.0)
-    low, high = (float(each) for each in finite.aminmax())
+    mixed = flat[torch.randint(0, len(flat), part.shape, generator=own, device=part.device)]
+    if not part.is_floating_point():
+        return torch.where(uniform() < 0.5, mixed, (u * (max(0, int(high)) + 1)).to(part.dtype))
     if low >= 0 and high <= 1:
-        return u.to(matrix.dtype)
-    largest = math.log10(torch.finfo(matrix.dtype).max) / 2  # its square is finite
+        return u.to(part.dtype)
+    largest = math.log10(torch.finfo(part.dtype).max) / 2  # its square is finite
     power = min(6.0, largest - math.log10(max(abs(low), abs(high), 1.0)))
     scale = 10 ** (power * u) if low < 0 else 10 ** (power * (u - 0.5))
-    return (mixed * scale).to(matrix.dtype)
+    return (mixed * scale).to(part.dtype)
 
 
 def rows_differ(
