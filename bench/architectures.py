@@ -2,6 +2,7 @@
 
     python -m bench.architectures              # about 20 minutes on 2 cores
     python -m bench.architectures --only llama,mixtral
+    python -m bench.architectures --compile    # traced by the backend aot_eager, 40 minutes
 
 Every model that transformers registers for a task is made small from its own configuration and
 takes one private step without noise, as a user would take it: `PrivacyEngine`, transformers'
@@ -205,7 +206,7 @@ def expected_gradient(model: nn.Module, loss: Callable[..., Tensor], batch: Any)
     return total
 
 
-def examine(task: str, kind: str, class_name: str) -> tuple[str, str]:
+def examine(task: str, kind: str, class_name: str, *, is_compiled: bool) -> tuple[str, str]:
     """Train one model privately for two steps.
 
     Returns:
@@ -246,6 +247,7 @@ def examine(task: str, kind: str, class_name: str) -> tuple[str, str]:
             noise_multiplier=0.0,
             max_grad_norm=MAX_NORM,
             poisson_sampling=False,
+            compile={"backend": "aot_eager"} if is_compiled else False,
         )
         for _ in range(2):
             model.load_state_dict(before, strict=False)
@@ -263,25 +265,29 @@ def examine(task: str, kind: str, class_name: str) -> tuple[str, str]:
     return ("exact" if error <= TOLERANCE else "wrong"), f"{error:.1e} of the largest element"
 
 
-def _child(answers: Any, *what: str) -> None:
+def _child(answers: Any, is_compiled: bool, *what: str) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     try:
-        verdict = examine(*what)
-        if verdict[0] == "wrong":  # or rounded
-            torch.set_default_dtype(torch.float64)
-            again = examine(*what)
-            verdict = again if again[0] == "exact" else verdict
-        answers.put(verdict)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.filterwarnings("always", message=".*uncompiled")
+            verdict, why = examine(*what, is_compiled=is_compiled)
+            if verdict == "wrong":  # or rounded
+                torch.set_default_dtype(torch.float64)
+                again = examine(*what, is_compiled=is_compiled)
+                verdict, why = again if again[0] == "exact" else (verdict, why)
+        if told and verdict == "exact":
+            verdict, why = "exact, uncompiled", str(told[0].message)[:400]
+        answers.put((verdict, why))
     except BaseException as error:
         answers.put(("failed", f"{type(error).__name__}: {error}"[:400]))
 
 
-def examined(task: str, kind: str, class_name: str) -> tuple[str, str]:
+def examined(is_compiled: bool, *what: str) -> tuple[str, str]:
     """`examine` in a process of its own."""
     context = multiprocessing.get_context("forkserver")
     answers = context.Queue()
-    process = context.Process(target=_child, args=(answers, task, kind, class_name), daemon=True)
+    process = context.Process(target=_child, args=(answers, is_compiled, *what), daemon=True)
     process.start()
     try:
         return answers.get(timeout=SECONDS)
@@ -298,6 +304,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="kinds of models, separated by commas; writes no file")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     only = options.only.split(",") if options.only else None
@@ -310,7 +317,7 @@ def main() -> None:
     found: dict[str, dict[str, list[str]]] = {task: {} for task in TASKS}
     with ThreadPoolExecutor(options.processes) as pool:
         for (task, kind, _), answer in zip(
-            wanted, pool.map(lambda each: examined(*each), wanted), strict=True
+            wanted, pool.map(lambda each: examined(options.compile, *each), wanted), strict=True
         ):
             found[task][kind] = list(answer)
             print(f"{task:24} {kind:28} {answer[0]:9} {answer[1]}", flush=True)
@@ -319,7 +326,8 @@ def main() -> None:
     print(*(f"{count} {verdict}" for verdict, count in total.most_common()), sep=", ")
     if only is None:
         figures = {"counts": {**counts, "all": total}, "verdicts": found}
-        print(write_result("architectures", figures))
+        name = "architectures-compiled" if options.compile else "architectures"
+        print(write_result(name, figures))
 
 
 if __name__ == "__main__":
