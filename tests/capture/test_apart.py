@@ -177,6 +177,7 @@ MIXED = {
     "size of the batch": lambda: Net(before=lambda x: x / len(x)),
     "size of the batch, dropout": lambda: Net(before=lambda x: x / len(x), dropout=0.1),
     "size of the batch, gradient": lambda: Net(lambda h: h / len(h) + (h - h / len(h)).detach()),
+    "more than many rows": lambda: Net(before=lambda x: x / 2 if len(x) > 4 else x),
     "many rows alone": lambda: Net(_only_many),
     "many rows alone, gradient": lambda: Net(_only_many_gradients),
     "many rows, of which experts choose": lambda: Net(_experts_choose),

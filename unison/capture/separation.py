@@ -324,11 +324,11 @@ class MixingCheck:
         """Run the passes, in float64 too where that is needed."""
         rows = probe_rows(self.batch, seed=self.seed)
         found = self._compare_twice(rows, MixingCheck._compare, is_rounded=self.is_rounded)
-        if found.mixing is None and not self.is_scalar and not self.is_light:
-            found = replace(found, mixing=self._compare_numbers(rows).mixing)
+        # The same number of passes on every rank, however many rows each has.
+        many = self.batch if _size_of(self.batch) > NUM_PROBED else rows
+        if found.mixing is None and not self.is_scalar:
+            found = replace(found, mixing=self._depends_on_number(rows, many))
         if found.mixing is None and self.whole and not self.is_scalar:
-            # The same number of passes on every rank, however many rows each has.
-            many = self.batch if _size_of(self.batch) > NUM_PROBED else rows
             mixing = None if self.is_light else self._reached_by_others(many)
             if mixing is None:
                 mixing = self._compare_twice(many, MixingCheck._compare_whole).mixing
@@ -466,19 +466,32 @@ class MixingCheck:
         finally:
             self.state.restore()
 
-    def _compare_numbers(self, rows: Any) -> MixingReport:
+    def _depends_on_number(self, rows: Any, many: Any) -> str | None:
+        """Return how what a sample leaves depends on how many samples there are, or None."""
+        size, mixing = _size_of(rows), None
+        if not self.is_light:
+            mixing = self._compare_numbers(rows, size - 1).mixing
+        if mixing is None and self.whole and (self._is_sharded or _size_of(many) > size):
+            mixing = self._compare_numbers(many, size - 1, has_gradients=False).mixing
+        return mixing
+
+    def _compare_numbers(
+        self, rows: Any, number: int, *, has_gradients: bool = True
+    ) -> MixingReport:
         """Compare passes of two sizes, for which kernels round differently.
 
         Of narrow dtypes that leaves little to see. There outputs are compared in float32, too: with
         gradients, or in float64, it would take many times the memory of a training step.
         """
-        compare, epsilon = MixingCheck._compare_sizes, self._epsilon(rows)
-        if (tolerance := _of_other_shapes(epsilon)) < 1e-4 or self._is_sharded:
+        outputs = partial(MixingCheck._compare_sizes, number=number, has_gradients=False)
+        compare = partial(outputs, has_gradients=has_gradients)
+        epsilon = self._epsilon(rows)
+        tolerance, is_fine = _of_other_shapes(epsilon), not (self.is_light or self._is_sharded)
+        if (has_gradients and self._is_sharded) or (is_fine and tolerance < 1e-4):
             return self._compare_twice(rows, compare, tolerance)
         found = compare(self, rows, math.sqrt(epsilon))
-        if self.agree(found.mixing is not None):
+        if not is_fine or self.agree(found.mixing is not None):
             return found
-        outputs = partial(MixingCheck._compare_sizes, has_gradients=False)
         tolerance = _of_other_shapes(torch.finfo(torch.float32).eps)
         single = self._compare_in(torch.float32, rows, outputs, tolerance)
         if self.agree(single is None or single.mixing is not None):
@@ -507,29 +520,30 @@ class MixingCheck:
         return None
 
     def _compare_sizes(
-        self, rows: Any, tolerance: float, *, has_gradients: bool = True
+        self, rows: Any, tolerance: float, *, number: int, has_gradients: bool
     ) -> MixingReport:
-        """Find out whether what a sample leaves depends on how many samples there are.
+        """Compare a pass with one of its first rows alone.
 
         Without dropout: it draws other numbers, too.
         """
         size = _size_of(rows)
-        fewer = tree_map(lambda leaf: leaf[:-1] if isinstance(leaf, Tensor) else leaf, rows)
+        fewer = tree_map(lambda leaf: leaf[:number] if isinstance(leaf, Tensor) else leaf, rows)
         with FunctionMode(without_dropout):
             first = self._pass(rows, torch.ones(size) if has_gradients else None)
             has_drawn = self.state.has_drawn()
-            second = self._pass(fewer, torch.ones(size - 1) if has_gradients else None)
+            second = self._pass(fewer, torch.ones(number) if has_gradients else None)
         self.state.restore()
         assert first.losses is not None
-        both = {name: each[:-1] for name, each in first.sketches.items()}
-        first = RowResults(first.losses[:-1], both)
-        found = first.differs(second, torch.ones(size - 1, dtype=torch.bool), tolerance)
+        both = {name: each[:number] for name, each in first.sketches.items()}
+        first = RowResults(first.losses[:number], both if has_gradients else {})
+        second = RowResults(second.losses, second.sketches if has_gradients else {})
+        found = first.differs(second, torch.ones(number, dtype=torch.bool), tolerance)
         if self.agree(has_drawn) or not self.agree(found is not None):
             return MixingReport(None)
         where = f" before {found[0]!r}" if found else ""
         return MixingReport(
             f"samples mix{where}: a sample's {'gradient' if found else 'output'} changes with the "
-            f"number of samples beside it ({size} or {size - 1}). Divide by a constant, not by the "
+            f"number of samples beside it ({size} or {number}). Divide by a constant, not by the "
             "size of the batch; a sample must depend on its own rows only"
         )
 
