@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import unison
@@ -64,11 +66,29 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, TOKENS, WIDTH, generator=gen), torch.arange(ROWS) % 4
 
 
+def shard(model: Chain, how: str) -> None:
+    if how == "units":
+        unison.auto_shard(model, gradient_divisor=1)
+    elif how == "kept whole":
+        unison.auto_shard(model, gradient_divisor=1, reshard_after_forward=False)
+    else:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+
+def whole(model: Chain, how: str) -> dict[str, Tensor]:
+    if how == "fsdp2":
+        return {name: each.full_tensor().detach() for name, each in model.named_parameters()}
+    return {name: each.detach().clone() for name, each in full_parameters(model)}
+
+
 def trained(
-    world: World, left_out: int | None, since: int, reshard: bool, steps: int
+    world: World, left_out: int | None, since: int, how: str, steps: int
 ) -> dict[str, Tensor] | str:
     model = Chain(left_out if world.rank == 1 else None, since)
-    unison.auto_shard(model, gradient_divisor=1, reshard_after_forward=reshard)
+    shard(model, how)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine = PrivacyEngine()
     settings: dict[str, Any] = {
@@ -88,7 +108,7 @@ def trained(
                 optimizer.step()
     except UnsupportedOperation as error:
         return str(error)
-    return {name: each.detach().clone() for name, each in full_parameters(model)}
+    return whole(model, how)
 
 
 @functools.cache
@@ -98,17 +118,25 @@ def oracle() -> dict[str, Tensor]:
     return {name: before[name].double() - each / ROWS for name, each in sums.items()}
 
 
-@pytest.mark.parametrize(("size", "reshard"), [(2, True), (2, False), (3, True)])
-def test_rows_by_value_in_units(size, reshard):
-    for found in run_on_ranks(size, trained, None, 0, reshard, 1):
+@pytest.mark.parametrize(
+    ("size", "how"), [(2, "units"), (2, "kept whole"), (3, "units"), (2, "fsdp2"), (3, "fsdp2")]
+)
+def test_rows_by_value_in_parts(size, how):
+    for found in run_on_ranks(size, trained, None, 0, how, 1):
         assert isinstance(found, dict), found
         for name, wanted in oracle().items():
             torch.testing.assert_close(found[name].double(), wanted, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("left_out", "since"), [(0, 0), (2, 0), (1, 2), (2, 2)])
-def test_ranks_that_part_say_so(left_out, since):
+@pytest.mark.parametrize(
+    ("left_out", "since", "how"),
+    [
+        *((0, 0, "units"), (2, 0, "units"), (1, 2, "units"), (2, 2, "units")),
+        *((0, 0, "fsdp2"), (2, 2, "fsdp2")),
+    ],
+)
+def test_ranks_that_part_say_so(left_out, since, how):
     """At once, on every rank: while the model is looked at, or in a later step."""
-    for found in run_on_ranks(2, trained, left_out, since, True, 4, timeout=60):
+    for found in run_on_ranks(2, trained, left_out, since, how, 4, timeout=60):
         assert isinstance(found, str)
         assert "values decide which parts of this module a pass runs" in found

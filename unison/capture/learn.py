@@ -116,6 +116,7 @@ def learn_rows(
     *,
     state: ProbeState | None = None,
     agree: Agree = bool,
+    has_dtensors: bool | None = None,
 ) -> AxisTable:
     """Find where samples lie, as `learn_axes`, and whether they must be followed in every pass.
 
@@ -125,12 +126,15 @@ def learn_rows(
         batch: Some samples.
         state: What each pass begins with, if it is to be the same.
         agree: Tells whether something is so on any rank; ranks do the same.
+        has_dtensors: Whether the module computes with DTensors; if it has some, unless given.
 
     Raises:
         BadInput: If the batch is empty.
         UnsupportedOperation: If no answer can be found.
     """
-    if not has_values() or any(map(is_dtensor, module.parameters())):
+    if has_dtensors is None:
+        has_dtensors = any(map(is_dtensor, module.parameters()))
+    if has_dtensors or not has_values():
         # Below DTensors there is no batch to follow, and rows are followed by value.
         return learn_axes(module, run, batch, state=state, agree=agree)
     met, has_numbers, may_branch = _follow(module, run, batch)

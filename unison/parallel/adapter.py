@@ -346,9 +346,8 @@ class ParallelAdapter:
         is_ordered: Whether passes are cut into granules: the same bits on any number of ranks.
         is_alone: Whether this rank's own sums of a pass, in any order, are those over all ranks.
         can_repeat: Whether the module's forward may be run again when a backward pass ends.
-        can_branch: Whether values may decide how the module uses its parameters: ranks do not wait
-            for one another then, or notice that they went different ways.
         runs_together: Whether the module's passes are collectives: all ranks run them, or none.
+        computes_with_dtensors: Whether the module sees parameters in parts.
         why_uncompiled: Why the module's passes cannot go through torch.compile; None if they can.
     """
 
@@ -360,8 +359,8 @@ class ParallelAdapter:
     device: torch.device
     params: Sequence[ShardedParam]
     can_repeat = False
-    can_branch = False
     runs_together = True
+    computes_with_dtensors = False
     why_uncompiled: str | None = None
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
@@ -564,7 +563,6 @@ class Replicated(ParallelAdapter):
     """
 
     can_repeat = True
-    can_branch = True
     runs_together = False
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
@@ -672,8 +670,6 @@ class Units(ParallelAdapter):
     Raises:
         BadInput: Not all trainable parameters are in units.
     """
-
-    can_branch = True
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         root = unit_of(module)

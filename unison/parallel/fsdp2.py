@@ -48,7 +48,7 @@ from unison.shard.fsdp2 import (
     uses_of,
 )
 from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_of
-from unison.shard.ranks import Axes
+from unison.shard.ranks import Axes, compare_ways
 from unison.shard.sharded_tensor import element_ranges, fsdp2_modules, one_mesh, show_shards
 from unison.shard.unit import Hidden, places_of, restore, shadow, shadowed
 from unison.torch_internals import canonical_name, is_dtensor
@@ -56,6 +56,8 @@ from unison.torch_internals import canonical_name, is_dtensor
 
 class FSDP2(ParallelAdapter):
     """The parameters of a module under FSDP2, which holds all that are trained.
+
+    Where values decide where rows lie, ranks compare where they are before FSDP2 gathers.
 
     Raises:
         BadInput: FSDP2 does not hold all trainable parameters, or not on one mesh.
@@ -80,6 +82,7 @@ class FSDP2(ParallelAdapter):
         by_id = {id(each.parameter): each for each in self.params}
         # Of several modules that were given to fully_shard at once, all have the same group.
         self._of_module: list[tuple[str, Any, list[FSDP2Group]]] = []
+        self._gathered: list[tuple[str, Any]] = []  # what is not trained, too
         seen: list[Any] = []
         for path, child in fsdp2_modules(module):
             new = [each for each in param_groups_of(child) if each not in seen]
@@ -87,10 +90,12 @@ class FSDP2(ParallelAdapter):
             has_children = len(fsdp2_modules(child)) > 1
             groups = [FSDP2Group(each, by_id, axes, has_children=has_children) for each in new]
             named = canonical_name(path) or "root", child
+            self._gathered += [(named[0], each) for each in new]
             self._of_module.append((*named, [each for each in groups if each.rows]))
         # The backward pass reaches the last modules first, and so did their gradients before.
         self._groups = [each for _, _, groups in self._of_module for each in groups][::-1]
         self._sums = [each.sums for each in self._groups]
+        self._compares_ways = False  # whether values may lead ranks through other groups
 
     def attach(self) -> None:
         """See `ParallelAdapter`.
@@ -104,12 +109,11 @@ class FSDP2(ParallelAdapter):
         self._stop_ordered(self._undo)
         for name, child, groups in self._of_module:
             for group in groups:
-                group.follow(self._undo)
                 end = in_turn(functools.partial(self._end_group, group), group.fsdp.post_backward)
                 set_attribute(self._undo, group.fsdp, "post_backward", end)
             if self.is_ordered:
                 _run_in_granules(name, child, groups, self._undo)
-        self._let_captures_place(self._undo)
+        self._follow(self._undo)
 
     def _end_group(self, group: "FSDP2Group") -> None:
         group.refuse_gradients()
@@ -122,10 +126,35 @@ class FSDP2(ParallelAdapter):
             self._stop_ordered(undo)
             show_shards(self.module)
             undo.callback(show_shards, self.module)
-            for group in self._groups:
-                group.follow(undo)
-            self._let_captures_place(undo)
+            self._follow(undo)
             yield
+
+    def _follow(self, undo: ExitStack) -> None:
+        """Follow where FSDP2 is, and let captures be installed, until `undo` is closed."""
+        for group in self._groups:
+            group.follow(undo)
+        for name, fsdp in self._gathered:
+            for method, what in (
+                ("pre_forward", "forward pass"),
+                ("pre_backward", "backward pass"),
+            ):
+                before = functools.partial(self._compare_ways, what, name, fsdp)
+                set_attribute(undo, fsdp, method, in_turn(before, getattr(fsdp, method)))
+        end = functools.partial(self._compare_ways, "backward end")
+        for _, child in fsdp2_modules(self.module):
+            state, name = child._get_fsdp_state(), "_root_post_backward_final_callback"
+            set_attribute(undo, state, name, in_turn(end, getattr(state, name)))
+        hook = self.module.register_forward_hook(lambda *_: self._compare_ways("forward end"))
+        undo.callback(hook.remove)
+        self._let_captures_place(undo)
+
+    def _compare_ways(self, what: str, name: str | None = None, fsdp: Any = None) -> None:
+        """See `compare_ways`; where values may lead ranks through other groups."""
+        # FSDP2 comes by for each output, and gathers for the first.
+        is_under_way = what == "backward pass" and fsdp._training_state.name == "PRE_BACKWARD"
+        if self._compares_ways and not is_under_way:
+            names = [each for each, _ in self._gathered]
+            compare_ways(self.everyone, what, names, name, self.device)
 
     def _stop_ordered(self, undo: ExitStack) -> None:
         for each in self._ordered:  # which would wait for gradients
@@ -147,6 +176,9 @@ class FSDP2(ParallelAdapter):
     @contextmanager
     def installed(self, captures: Mapping[int, Capture]) -> Iterator[None]:
         """Let FSDP2's modules compute with tracked parameters; see `ParallelAdapter`."""
+        self._compares_ways = any(
+            each.axes.is_traced or each.is_learning for each in captures.values()
+        )
         before = [group.begin(captures) for group in self._groups]
         try:
             yield

@@ -78,7 +78,7 @@ class TensorParallel(ParallelAdapter):
     """
 
     can_repeat = True
-    can_branch = True
+    computes_with_dtensors = True
     why_uncompiled: str | None = (
         "what parallelize_module has cut computes with distributed tensors, whose parts no rule "
         "takes while a graph is traced"

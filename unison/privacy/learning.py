@@ -253,16 +253,17 @@ class Learning:
         samples = inputs.samples
         rows = probe_rows(samples)  # a few tell all, and the same number on every rank
         axes: AxisTable = (
-            learn_rows(self._module, run, rows, state=state, agree=self.agree)
+            learn_rows(
+                self._module,
+                run,
+                rows,
+                state=state,
+                agree=self.agree,
+                has_dtensors=self._owner.computes_with_dtensors,
+            )
             if before is None
             else before.axes
         )
-        if axes.is_traced and self._owner.everyone.size > 1 and not self._owner.can_branch:
-            raise UnsupportedOperation(
-                "values decide where rows of this module lie, and so how its parameters are used: "
-                "ranks that hold parts of them would wait for one another. Shard it with "
-                "unison.fully_shard, or wrap it in DistributedDataParallel"
-            )
         settings: dict[str, Any] = {
             "state": state,
             "is_public": self.is_public,

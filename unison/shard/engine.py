@@ -58,7 +58,14 @@ from unison.shard.granules import (
     refuse_whole,
 )
 from unison.shard.guard import compare_across_ranks
-from unison.shard.ranks import Ranks, checksum, flags_of_all, meet, same_on_every_rank
+from unison.shard.ranks import (
+    Ranks,
+    checksum,
+    compare_ways,
+    flags_of_all,
+    meet,
+    same_on_every_rank,
+)
 from unison.shard.unit import Unit, Versions, shadowed, units_of
 from unison.torch_internals import ORIGINAL, backend_in, canonical_name, has_values, pinned
 
@@ -145,7 +152,6 @@ def settle_kernels(units: list[Unit]) -> None:
 
 
 # What ranks do together in a unit, or at the end of a pass.
-_PLACES = ("forward pass", "recomputation", "backward pass", "forward end", "backward end")
 
 
 class Context:
@@ -178,9 +184,7 @@ class Context:
     def compare_ways(self, unit: Unit | None, what: str) -> None:
         """Make sure that every rank has come to the same place, where values may have led it.
 
-        A unit is gathered by all ranks or by none: a rank that comes to another one, or to none,
-        would let the others wait. So ranks compare where they are before they gather, and where
-        a pass ends.
+        See `unison.shard.ranks.compare_ways`.
 
         Args:
             unit: What this rank has come to; None at the end of a pass.
@@ -189,22 +193,15 @@ class Context:
         Raises:
             UnsupportedOperation: Another rank has come to another place; on every rank.
         """
-        everyone = self.root.axes.all
-        if everyone.size == 1 or not has_values():
-            return
-        with _disable_current_modes():
-            place = len(self.units) if unit is None else self.units.index(unit)
-            code = _PLACES.index(what) * (len(self.units) + 1) + place
-            device = next(group.device for each in self.units for group in each.groups)
-            most, least = everyone.max_(torch.tensor([code, -code], device=device)).tolist()
-        if most != -least:
-            self.abandon()
-            where = f"the {what} of " + ("a pass" if unit is None else repr(unit.name))
-            raise UnsupportedOperation(
-                f"values decide which parts of this module a pass runs: rank {everyone.rank} has "
-                f"come to {where} and another rank has not, so that it would wait for ever. Shard "
-                "only parts that every pass runs: auto_shard(policy=...) on the blocks that choose"
+        device = next(group.device for each in self.units for group in each.groups)
+        names = [each.name for each in self.units]
+        try:
+            compare_ways(
+                self.root.axes.all, what, names, None if unit is None else unit.name, device
             )
+        except UnsupportedOperation:
+            self.abandon()
+            raise
 
     # --- forward ---------------------------------------------------------------------------------
 

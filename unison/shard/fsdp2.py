@@ -207,12 +207,12 @@ def set_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def in_turn(first: Callable[[], None], then: Callable[..., None]) -> Callable[..., None]:
+def in_turn(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls one, and then the other with its arguments."""
 
-    def both(*args: Any) -> None:
+    def both(*args: Any) -> Any:
         first()
-        then(*args)
+        return then(*args)
 
     return both
 

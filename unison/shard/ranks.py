@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,9 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
-from unison.errors import BadInput, CheckpointFailed, NeedsWhole, UnisonError
+from unison.errors import (
+    BadInput,
+    CheckpointFailed,
+    NeedsWhole,
+    UnisonError,
+    UnsupportedOperation,
+)
 from unison.shard.guard.records import caller, lines_of
+from unison.torch_internals import has_values
 
 T = TypeVar("T")
 
@@ -147,6 +155,43 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(value, op, group=self.group)
         return value
+
+
+_WAYS = ("forward pass", "recomputation", "backward pass", "forward end", "backward end")
+
+
+def compare_ways(
+    everyone: Ranks, what: str, names: Sequence[str], name: str | None, device: torch.device
+) -> None:
+    """Make sure that every rank has come to the same place, where values may have led it.
+
+    What is sharded is gathered by all ranks or by none: a rank that comes to another part, or to
+    none, would let the others wait. So ranks compare where they are before they gather, and where
+    a pass ends.
+
+    Args:
+        everyone: The ranks.
+        what: What this rank is going to do.
+        names: Of all parts that are gathered.
+        name: Of the one that it has come to; None at the end of a pass.
+        device: Where the ranks exchange.
+
+    Raises:
+        UnsupportedOperation: Another rank has come to another place; on every rank.
+    """
+    if everyone.size == 1 or not has_values():
+        return
+    place = len(names) if name is None else names.index(name)
+    code = _WAYS.index(what) * (len(names) + 1) + place
+    with _disable_current_modes():
+        most, least = everyone.max_(torch.tensor([code, -code], device=device)).tolist()
+    if most != -least:
+        where = f"the {what} of " + ("a pass" if name is None else repr(name))
+        raise UnsupportedOperation(
+            f"values decide which parts of this module a pass runs: rank {everyone.rank} has come "
+            f"to {where} and another rank has not, so that it would wait for ever. Shard only "
+            "parts that every pass runs: the blocks that choose, with all that they choose from"
+        )
 
 
 def _group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
