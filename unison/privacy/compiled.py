@@ -84,7 +84,10 @@ class CompiledPasses(CapturedPasses):
         if plan.num_forwards != 1 or plan.num_backwards != 1:
             return "clipping takes two passes over the model; use clipping='auto' and more memory"
         if learned.axes.is_traced:
-            return "values decide where rows of samples lie, which a graph cannot follow"
+            return (
+                "values or drawn numbers decide where rows of samples lie, or which layers run, "
+                "which a graph cannot follow"
+            )
         return self._too_many_kinds if len(self._learned) > self.max_kinds else None
 
     def _difference(
