@@ -235,6 +235,19 @@ def test_later_checks_take_turns_at_the_size_of_the_batch():
     assert any(found)
 
 
+@pytest.mark.parametrize("is_light", [False, True])
+def test_what_is_done_with_many_rows_only_is_found(is_light):
+    model, x = MIXED["more than many rows"](), rows(12)
+    axes = learn_axes(model, squares, probe_rows(x))
+    report = examine(model, squares, x, axes, whole=True, is_light=is_light, seed=1)
+    assert "changes with the number of samples beside it (12 or 3)" in str(report.mixing)
+
+
+def test_gradients_that_only_many_rows_send_to_others_are_found():
+    with pytest.raises(UnsupportedOperation, match="losses of others give it a gradient"):
+        checked(MIXED["many rows alone, gradient"](), rows(12))
+
+
 class Rounded(nn.Module):
     """Rounds by what stands beside a row, as kernels do that add up in any order."""
 

@@ -42,6 +42,8 @@ _CAPTURE = [
     ("MixingCheck._compare", "remembered is not None", "False"),
     ("MixingCheck._compare", "in written & of_data", "in set()"),
     ("MixingCheck._compare_sizes", "self.agree(has_drawn) or", "True or"),
+    ("MixingCheck._depends_on_number", "_size_of(many) > size", "False"),
+    ("MixingCheck._reached_by_others", "self.agree(bool(reached))", "False"),
     ("MixingCheck._compare_draws", "first.differs(second, kept, tolerance)", "None"),
     ("with_others", "torch.where(_rowwise(kept, leaf), leaf, other)", "leaf"),
     ("combined", "(left == right), left, MIXED", "(left == right), left, left"),
