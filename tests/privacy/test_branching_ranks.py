@@ -118,8 +118,15 @@ def oracle() -> dict[str, Tensor]:
     return {name: before[name].double() - each / ROWS for name, each in sums.items()}
 
 
+LONG = pytest.mark.full
+
+
 @pytest.mark.parametrize(
-    ("size", "how"), [(2, "units"), (2, "kept whole"), (3, "units"), (2, "fsdp2"), (3, "fsdp2")]
+    ("size", "how"),
+    [
+        *((2, "units"), (2, "fsdp2"), pytest.param(2, "kept whole", marks=LONG)),
+        *(pytest.param(3, "units", marks=LONG), pytest.param(3, "fsdp2", marks=LONG)),
+    ],
 )
 def test_rows_by_value_in_parts(size, how):
     for found in run_on_ranks(size, trained, None, 0, how, 1):
@@ -131,7 +138,8 @@ def test_rows_by_value_in_parts(size, how):
 @pytest.mark.parametrize(
     ("left_out", "since", "how"),
     [
-        *((0, 0, "units"), (2, 0, "units"), (1, 2, "units"), (2, 2, "units")),
+        *((0, 0, "units"), (2, 0, "units"), pytest.param(1, 2, "units", marks=LONG)),
+        (2, 2, "units"),
         *((0, 0, "fsdp2"), (2, 2, "fsdp2")),
     ],
 )
