@@ -819,7 +819,10 @@ def _followed_apply(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any
     gradients are the function's own matter; one that it makes for a parameter is refused: see
     [Note: no way past].
     """
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    # Compiled graphs come here, too, with a thousand tensors: only what is nested is a tree.
+    flat = [*args, *kwargs.values()]
+    nested = tree_leaves([each for each in flat if not isinstance(each, Tensor)])
+    given = [each for each in chain(flat, nested) if isinstance(each, Tensor)]
     tracked = [each for each in given if type(each) is Tracked]
     others = [each for each in given if type(each) is not Tracked and each.ndim]
     if not tracked or any(each.requires_grad for each in others):

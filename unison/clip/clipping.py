@@ -16,6 +16,7 @@ from unison.clip.norms import add_clipped, from_records, measure, needed_to_keep
 from unison.clip.plan import LayerPlan, Plan
 from unison.errors import UnsupportedOperation
 from unison.kernels import factored
+from unison.kernels.available import takes
 from unison.kernels.multi_tensor import combine, squares
 from unison.ops import Dense, Product, Record, Streamed, plain_record
 from unison.torch_internals import machine_of
@@ -169,7 +170,7 @@ class Clipping:
         if planned is None or planned.kinds is None or len(planned.kinds) != 1:
             return
         choice = planned.chosen.choice
-        if choice.is_kept and choice.norm in measured.METHODS and is_taken([record]):
+        if choice.is_kept and choice.norm in measured.METHODS and takes(record.value):
             kept = measured.materialize([record])
             parameter.choice, parameter.is_fast, parameter.gradients = choice, True, kept
             parameter.records, parameter.comes_again = [Dense(kept)], [False]

@@ -93,7 +93,9 @@ def materialize(records: Sequence[Record]) -> Tensor:
     """Form the per-sample gradients [batch, *shape] of one parameter, to be measured and kept."""
     only = records[0] if len(records) == 1 else None
     if isinstance(only, Dense):
-        return only.value if only.value[:1].is_contiguous() else only.value.contiguous()
+        value = only.value
+        is_dense = value.is_contiguous() or value[:1].is_contiguous()
+        return value if is_dense else value.contiguous()
     dtype = kept_dtype(records)
     if isinstance(only, Product):
         left, right = factors(only)

@@ -47,7 +47,10 @@ def loads_tiles(device: torch.device) -> bool:
 
 def takes(*tensors: Tensor) -> bool:
     """Return whether the Triton kernels take these tensors: on CUDA, and no wider than float32."""
-    return has_triton() and all(is_on_gpu(each) and is_suited(each) for each in tensors)
+    for each in tensors:
+        if not (is_on_gpu(each) and is_suited(each)):
+            return False
+    return has_triton()
 
 
 def is_on_gpu(x: Tensor) -> bool:

@@ -315,10 +315,12 @@ def _launches(
         first tile; and the table.
     """
     table = np.zeros((len(values), WIDTH.value), np.int64)
+    shapes = [each.shape for each in values]
     table[:, VALUES] = [each.data_ptr() for each in values]
-    table[:, STRIDE] = [each.stride(0) if len(each) > 1 else 0 for each in values]
-    table[:, NUMEL] = [math.prod(each.shape[1:]) for each in values]
-    table[:, SAMPLES] = [len(each) for each in values]
+    table[:, STRIDE] = [each.stride(0) for each in values]
+    table[:, NUMEL] = [math.prod(shape[1:]) for shape in shapes]
+    table[:, SAMPLES] = [shape[0] for shape in shapes]
+    table[table[:, SAMPLES] <= 1, STRIDE] = 0
     if outs is not None:
         table[:, OUT] = [each.data_ptr() for each in outs]
     if starts is not None:

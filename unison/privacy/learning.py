@@ -114,6 +114,7 @@ class Learning:
         self._known = {each.name for each in params.places}
         self._learned: dict[Any, Learned] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._rows: dict[tuple[Any, ...], int] = {}  # of compiled passes
         self._refusals: dict[Any, str | None] = {}
         self._reductions: dict[Any, str | None] = {}
         self._num_passes: Counter[Any] = Counter()
@@ -328,10 +329,15 @@ class Learning:
         has_choice = self._settings.mode == AUTO and self._settings.memory_budget is None
         if not (has_choice and self._is_alone and machine_of(device) == "cuda"):
             return most_rows
-        return rows_per_pass(
-            lambda rows: self.plan(learned, rows, device, is_compiled=True, most_rows=most_rows),
-            most_rows,
-        )
+        key = id(learned), most_rows, device
+        if key not in self._rows:  # every pass asks
+            self._rows[key] = rows_per_pass(
+                lambda rows: self.plan(
+                    learned, rows, device, is_compiled=True, most_rows=most_rows
+                ),
+                most_rows,
+            )
+        return self._rows[key]
 
     def plan(
         self,
