@@ -61,7 +61,7 @@ PUBLIC_NAMES_ONLY = {"hf", "lightning", "verify", "plan", "train", "cli"}
 # written, single files may import it.
 ADAPTERS: dict[str, set[str]] = {
     "unison/kfac/kfac.py": {"shard"},
-    "unison/kfac/ring.py": {"shard"},
+    "unison/kfac/linalg.py": {"shard"},
     "unison/capture/compiled_forward.py": {"shard"},
     "unison/privacy/sampling.py": {"shard"},
     "unison/capture/torch_compile.py": {"shard"},

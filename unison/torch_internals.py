@@ -204,6 +204,7 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 # --- attributes of modules that a pass may write --------------------------------------------------
 
 _INTERNAL = frozenset(vars(nn.Module()))  # hooks, children, tensors: not a model's own attributes
+_HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name and "state_dict" not in name]
 _MUTABLE = (list, dict, set, deque)
 
 
@@ -212,7 +213,7 @@ def kept_attributes(module: nn.Module) -> tuple[list[Tensor], Callable[[], None]
 
     Returns:
         Tensors among them, which a pass may write in place; and what puts all else back, contents
-        of lists, dictionaries and sets included.
+        of lists, dictionaries and sets, and hooks included.
     """
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     contents: list[tuple[Any, Any]] = []
@@ -231,7 +232,7 @@ def kept_attributes(module: nn.Module) -> tuple[list[Tensor], Callable[[], None]
                 contents.append((value, dict(value) if isinstance(value, dict) else list(value)))
             elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 tensors.append(value)
-            elif _is_plain_object(value):
+            elif is_plain_object(value):
                 keep(vars(value), is_module=False)
 
     def put_back() -> None:
@@ -247,6 +248,9 @@ def kept_attributes(module: nn.Module) -> tuple[list[Tensor], Callable[[], None]
     for child in module.modules():
         if not type(child).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
             keep(vars(child))
+            # A forward pass may put hooks on its parts once, and note that it has.
+            hooks = [vars(child).get(name, {}) for name in _HOOKS]
+            contents.extend((each, dict(each)) for each in hooks)
     return tensors, put_back
 
 
@@ -254,7 +258,7 @@ def _is_own(name: str) -> bool:
     return name not in _INTERNAL and not name.startswith("_unison")
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
     """Whether an attribute is an object of the model's author, whose attributes are state."""
     if isinstance(value, type | nn.Module | Tensor) or not hasattr(value, "__dict__"):
         return False
@@ -276,6 +280,9 @@ def _refill(value: Any, before: Any) -> None:
 
 
 # --- tensors and graphs ---------------------------------------------------------------------------
+
+
+GATHERED = "_unison_gathered"  # on a tensor whose memory is given back when a module has run
 
 
 def is_dtensor(value: Any) -> "TypeGuard[DTensor]":

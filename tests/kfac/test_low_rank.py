@@ -14,7 +14,7 @@ from unison.errors import BadInput
 from unison.kfac import KFACConfig, Method, NotInvertible, layers
 from unison.kfac.inverse import Columns, apply, fold, invert, join
 from unison.kfac.layers import Form, forms_of, side_costs
-from unison.kfac.ring import ring_apply, ring_factor
+from unison.kfac.linalg import ring_apply, ring_factor
 from unison.shard.ranks import Ranks
 
 FORMS = ("pi", "factored", "joint")

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import unison
 from tests.harness import World, run_on_ranks
-from tests.kfac.common import CLASSES, loss, settings
+from tests.kfac.common import CLASSES, loss, observed, relative, settings
 from tests.kfac.test_stacks import take_for_gpu
 from unison.errors import BadInput
 from unison.kfac import layers
@@ -201,3 +201,76 @@ def test_the_largest_gradient_is_the_one_whose_square_is_finite(dtype):
             with pytest.warns(UserWarning, match="the gradient of 'weight' .* is not finite"):
                 kfac.step()
     assert (kfac.skipped, kfac.num_steps) == (1, 1)
+
+
+def train_past(fisher: str, giving_up: str | None) -> list[Tensor]:
+    """Parameters after three steps; before the second, the loop gives another batch up."""
+    model = make_model("none").double()
+    kfac = unison.KFAC(model, settings(fisher=fisher))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(3):
+        x, y = (
+            each.double() if each.is_floating_point() else each
+            for each in batch(step, World(rank=0, size=1, seed=0))
+        )
+        if step == 1 and giving_up is not None:
+            optimizer.zero_grad()
+            logits = model(x * (torch.nan if giving_up == "nan" else 100.0))
+            kfac.sample(logits).backward()
+            if giving_up == "forget":  # as where the gradient's norm was not finite
+                loss(logits, y).backward()
+                kfac.forget()
+        optimizer.zero_grad()
+        logits = model(x)
+        kfac.sample(logits).backward()
+        loss(logits, y).backward()
+        kfac.step()
+        optimizer.step()
+    assert (kfac.num_steps, kfac.skipped) == (3, 0)
+    return [each.detach() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("value", ["finite", "nan"])
+def test_a_sampled_pass_without_a_loss_does_not_count(fisher, value):
+    with pytest.warns(UserWarning, match=r"step 1 .* without 1 of 2 .*Call kfac\.forget\(\)"):
+        found = train_past(fisher, value)
+    assert all(map(torch.equal, found, train_past(fisher, None)))
+
+
+@pytest.mark.parametrize("fisher", ["mc", "empirical"])
+def test_a_batch_that_is_forgotten_leaves_no_trace(fisher):
+    """Its rows have no numbers either: later labels are those of a run without it."""
+    assert all(map(torch.equal, train_past(fisher, "forget"), train_past(fisher, None)))
+
+
+@pytest.mark.parametrize("how", ["one loss", "a loss each", "losses of other passes"])
+def test_all_passes_of_a_step_count(how):
+    torch.manual_seed(0)
+    model, x = nn.Linear(FEATURES, CLASSES).double(), torch.randn(ROWS, FEATURES).double()
+    kfac, whole = unison.KFAC(model, settings(fisher="exact")), settings(fisher="exact")
+    values = []
+    for rows in x.split(2):
+        logits = model(rows)
+        kfac.sample(logits).backward()
+        values.append(loss(model(rows) if how == "losses of other passes" else logits))
+        if how == "a loss each":
+            values.pop().backward()
+    if values:
+        sum(values).backward()
+    kfac.step()
+    expected = observed(model, x, whole).factors()["weight"]
+    for side, value in kfac.factors()["weight"].items():
+        assert relative(value, expected[side]) < 1e-12
+
+
+def test_sums_that_are_not_finite_may_be_of_a_batch_that_was_given_up():
+    model = make_model("none")
+    kfac, x = unison.KFAC(model, settings()), torch.ones(3, FEATURES)
+    for scale in (torch.nan, 1.0):
+        model.zero_grad()  # of the first one
+        logits = model(x * scale)
+        kfac.sample(logits).backward()
+        loss(logits).backward()
+    with pytest.warns(UserWarning, match=r"made of 2 sampled passes \(call kfac\.forget\(\)"):
+        kfac.step()

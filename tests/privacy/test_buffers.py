@@ -136,14 +136,14 @@ def test_a_buffer_that_is_written_backward_is_refused_before_its_step_is_counted
     class Hooked(Written):
         def forward(self, x):
             h = super().forward(x)
-            if h.requires_grad and self.calls > 1:
+            if h.requires_grad and self.calls > 5:  # no pass of a check
                 h.register_hook(lambda g: (self.mu.fill_(float(g.sum())), None)[1])
             return h
 
     engine, module, optimizer, private = attach(Hooked("nothing"), recheck=False)
     with pytest.raises(UnsupportedOperation, match="this pass wrote to the buffer 'mu'"):
         train(module, optimizer, private, 9)
-    assert engine.ledger.num_intents == 1
+    assert engine.ledger.num_intents == 5
 
 
 def test_a_buffer_that_is_written_through_data_later_is_found_when_it_is_checked_again():

@@ -125,6 +125,84 @@ def test_arguments_of_another_kind_are_refused():
         )
 
 
+class Lookahead(torch.optim.Optimizer):
+    """As many are written: what it wraps has all that the base class would make."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: None = None) -> None:
+        self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+def test_an_optimizer_whose_steps_nobody_is_told_of_is_refused():
+    module = make_model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(
+        BadInput, match=r"Lookahead has not called super\(\).*give make_private that"
+    ):
+        attach(module, optimizer=Lookahead(optimizer))
+    _, _, optimizer, private = attach(module, optimizer=optimizer)
+    train(module, Lookahead(optimizer), private, 1)  # the remedy
+
+
+def test_an_optimizer_of_sparse_gradients_is_refused():
+    module = make_model()
+    with pytest.raises(UnsupportedOperation, match=r"SparseAdam takes sparse.*use Adam or AdamW"):
+        attach(module, optimizer=torch.optim.SparseAdam(module.parameters(), lr=0.1))
+
+
+def test_a_parameter_without_a_shape_is_refused():
+    module = nn.Sequential(nn.Linear(NUM_FEATURES, 4), nn.LazyLinear(3))
+    message = r"1\.weight has no shape yet.*call the module once"
+    with pytest.raises(BadInput, match=message):
+        attach(module)
+    with pytest.raises(BadInput, match=message):
+        PrivacyEngine().make_private_with_epsilon(
+            module=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            data_loader=loader(),
+            target_epsilon=3.0,
+            target_delta=1e-5,
+            epochs=1,
+            max_grad_norm=1.0,
+        )
+    module(torch.zeros(1, NUM_FEATURES))
+    attach(module)
+
+
+def test_several_optimizers_train_behind_the_engines():
+    """As the message for an optimizer of some parameters says."""
+
+    def split(module: nn.Sequential) -> list[torch.optim.Optimizer]:
+        first, others = list(module[:1].parameters()), list(module[1:].parameters())
+        return [torch.optim.AdamW(first, lr=0.1), torch.optim.SGD(others, lr=0.1, momentum=0.9)]
+
+    module, alone = make_model(), make_model()
+    few = split(module)
+    with pytest.raises(BadInput, match=r"If another optimizer .*lr=0\.0\).*its step\(\) first"):
+        attach(module, optimizer=few[0])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    _, _, optimizer, private = attach(module, optimizer=optimizer, max_physical_batch_size=5)
+    done, expected = 0, split(alone)
+    for x, y in private:
+        optimizer.zero_grad()
+        cross_entropy(module(x), y).backward()
+        for own, each in zip(alone.parameters(), module.parameters(), strict=True):
+            own.grad = None if each.grad is None else each.grad.clone()
+        for each in (optimizer, *few, *expected):
+            each.step()
+        done += private.current.is_last
+        if done == 3:
+            break
+    for found, wanted in zip(module.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+        assert found.grad is not None
+
+
 def test_an_engine_attaches_once():
     engine, module, optimizer, _ = attach()
     with pytest.raises(BadInput, match="attached already"):

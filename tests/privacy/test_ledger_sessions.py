@@ -3,13 +3,15 @@
 import json
 import math
 import os
+import warnings
 from contextlib import nullcontext
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import unison
-from tests.privacy.common import NUM_RECORDS, attach, data, train
+from tests.privacy.common import NUM_RECORDS, attach, data, loader, train
 from tests.privacy.ledgers import SECRET, lines_of, make, take
 from unison.errors import BadInput, UnisonError
 from unison.privacy.accounting import ADJACENCY, epsilon_if_secret, epsilon_of
@@ -203,3 +205,30 @@ def test_a_salt_does_not_lie_with_the_run(path):
         attach(ledger=path, data_salt=path.parents[1] / "nowhere" / "salt")
     with pytest.raises(BadInput, match="give data_salt= too"):
         attach(ledger=path, data_id="mine")
+
+
+def test_a_ledger_in_memory_counts_on_when_its_engine_is_attached_again():
+    """As after a layer was frozen or thawed: the refusal of that says to attach again."""
+    engine, module, optimizer, private = attach(accountant="pld")
+    train(module, optimizer, private, 3)
+    first = engine.epsilon_if_secret(1e-3)
+    engine.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, optimizer, private = engine.make_private(
+            module=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            data_loader=loader(),
+            noise_multiplier=1.0,
+            max_grad_norm=0.5,
+            seed=3,
+        )
+    assert engine.epsilon_if_secret(1e-3) == first
+    train(module, optimizer, private, 3)
+    assert engine.ledger.num_intents == engine.ledger.num_commits == 6
+    both = engine.epsilon_if_secret(1e-3)
+    engine.detach()
+    engine, module, optimizer, private = attach(accountant="pld")
+    train(module, optimizer, private, 6)
+    assert both == engine.epsilon_if_secret(1e-3) > first
+    engine.detach()

@@ -146,7 +146,7 @@ CASES = [(taken, "product") for taken in TAKEN] + [("copy", how) for how in WRIT
 CASES += [(taken, "by hand") for taken in TAKEN if taken != "copy"]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.full)])
 @pytest.mark.parametrize(("taken", "how"), CASES)
 def test_raw_gradients_are_refused_wherever_they_are_written(taken, how, when):
     engine, module, optimizer, batches = begin()

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -275,6 +276,42 @@ def test_values_assigned_to_data_are_taken(world):
         assert_close(model(x) - model(x * 0), x @ expected.T)
     found = dict(full_parameters(model))["weight"]
     assert torch.equal(found.detach(), expected)
+
+
+@pytest.mark.parametrize("between", ["nothing", "a forward pass", "a look", "training"])
+@ranks(1, 2)
+def test_values_put_aside_come_back(world, between):
+    """What `.data` had given out was overwritten by what was assigned."""
+    x = torch.ones(1, 3) * (1 + world.rank)
+
+    @torch.no_grad()
+    def output(model: nn.Module) -> Tensor:
+        return model(x)
+
+    policy = MixedPrecision(param=torch.float64, output=torch.float32)
+    for options in ({}, {"mp_policy": policy}, {"offload_policy": CPUOffload()}):
+        model: Any = fully_shard(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), **options)
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        before = digest(model), output(model)
+        for part in (model, model[0]):
+            alias, kept = model[1].bias.data, {}
+            for name, parameter in part.named_parameters():
+                kept[name] = parameter.data
+                same = parameter.data.clone()  # as for steps that are taken back
+                parameter.data = same if between == "training" else same * 0.5
+            if between == "a forward pass":
+                output(model)
+            elif between == "a look":
+                assert digest(model) != before[0]
+            elif between == "training":
+                model(x).sum().backward()
+                optimizer.step()
+            for name, parameter in part.named_parameters():
+                parameter.data = kept[name]
+            assert digest(model) == before[0]
+            assert torch.equal(output(model), before[1])
+        alias.add_(1)  # of one that nothing was assigned to: it is seen as ever
+        assert_close(output(model), before[1] + 1)
 
 
 def test_a_backward_pass_over_values_that_were_assigned_since_is_refused():

@@ -12,9 +12,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.harness import World, assert_close, ranks, run_on_ranks
 from tests.shard.common import GPT2, per_sample_loss, tokens
-from unison.errors import NeedsWhole, UnsupportedOperation
+from unison.errors import BadInput, NeedsWhole, UnsupportedOperation
 from unison.models import build
 from unison.shard import (
+    MixedPrecision,
     auto_shard,
     batch_mean,
     deal,
@@ -89,6 +90,56 @@ def test_averages_of_weights(world):
         assert (trained, average) == run(build(GPT2, seed=1))
 
 
+# ---- freezing after sharding -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("reducer", "granule"), [("fast", None), ("ordered", 2)])
+@ranks(1, 2)
+def test_a_frozen_copy_is_a_teacher(world, reducer, granule):
+    model = auto_shard(build(GPT2, seed=1), reducer=reducer, gradient_divisor=1)
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    with torch.no_grad():
+        expected = teacher(tokens(2, GPT2)[:, :-1])
+        assert torch.equal(model(tokens(2, GPT2)[:, :-1]), expected)
+    for rows in deal([tokens(4, GPT2)], granule=granule):
+        batch_mean((per_sample_loss(model, rows) - per_sample_loss(teacher, rows)).abs()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    next(teacher.parameters()).requires_grad_(True)
+    with pytest.raises(BadInput, match=r"requires_grad of 'token_embeddings\.weight' was"):
+        teacher(tokens(2, GPT2)[:, :-1])
+
+
+def frozen_by_turns(world: World, size: int, is_sharded: bool) -> list[Tensor | None]:
+    torch.manual_seed(0)
+    makes, judges = nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+    parts = [makes.double().requires_grad_(False), judges.double()]
+    fed = range(size)
+    if is_sharded:
+        parts = [fully_shard(makes), fully_shard(judges)]
+        fed = [world.rank]
+    makes.requires_grad_(True)  # thawed for the first time
+    for rank in fed:
+        x = torch.full((3, 5), rank + 1.0).double()
+        of_real = judges(x).mean() / len(fed)
+        dropped = judges(x).mean()
+        judges.requires_grad_(False)
+        dropped.backward()
+        (judges(makes(x)).mean() / -len(fed)).backward()
+        judges.requires_grad_(True)
+        of_real.backward()
+    grads = [parameter.grad for part in parts for parameter in part.parameters()]
+    return [grad.full_tensor() if isinstance(grad, ShardedTensor) else grad for grad in grads]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_networks_are_frozen_by_turns(size):
+    expected = run_on_ranks(1, frozen_by_turns, size, False)[0]
+    for found in run_on_ranks(size, frozen_by_turns, size, True):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
 # ---- FSDP2's verbs -----------------------------------------------------------------------------
 
 
@@ -106,7 +157,9 @@ def accumulated(world: World, size: int, syncs: bool | None) -> dict[str, Tensor
             rows = tokens(2, GPT2, 10 * step + rank)
             (per_sample_loss(model, rows).mean() / len(fed)).backward()
         if syncs is False and step < 2 and world.size > 1:
-            assert all(parameter.grad is None for parameter in model.parameters())
+            for use in (torch.optim.SGD(model.parameters()).step, lambda: grad_norm(model)):
+                with pytest.raises(UnsupportedOperation, match=r"gradient of 'token_embeddings\."):
+                    use()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {
         name: grad.full_tensor() if isinstance(grad, ShardedTensor) else grad
@@ -121,6 +174,48 @@ def test_gradients_may_add_up_without_sums_over_ranks(size):
         for found in run_on_ranks(size, accumulated, size, syncs):
             for name, value in expected.items():
                 torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("clears", ["model", "optimizer", "to zeros", "by hand"])
+@ranks(1, 2)
+def test_gradients_that_are_held_can_be_cleared(world, clears):
+    """They came back in the next sum."""
+    model: Any = fully_shard(
+        nn.Linear(6, 1, bias=False).double(), mp_policy=MixedPrecision(param=torch.float32)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 6) * (1 + world.rank)
+    model(100 * x).mean().backward()  # summed
+    model.set_requires_gradient_sync(False)
+    for _ in range(2):
+        model(1000 * x).mean().backward()
+        if clears == "model":
+            model.zero_grad()
+        elif clears == "by hand":
+            model.weight.grad = None
+        else:
+            optimizer.zero_grad(set_to_none=clears == "optimizer")
+        assert (model.weight.grad is not None) == (clears == "to zeros")
+    model(x).mean().backward()
+    model.weight.sum().backward()  # which autograd adds itself
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(
+        UnsupportedOperation,
+        match=r"'weight' is this rank's own .* call set_requires_gradient_sync\(True\) before",
+    ):
+        optimizer.step()
+    optimizer.step(lambda: model(x).mean().backward())
+    # Two means over all ranks' rows, and the ones of the sum.
+    assert local_part(model.weight.grad).eq(1 + world.size + 1).all()
+
+
+@ranks(1, 2)
+def test_gradients_in_granules_are_held_from_batch_to_batch(world):
+    model: Any = fully_shard(nn.Linear(6, 1), gradient_divisor=1)
+    for step, rows in enumerate(deal([torch.ones(4, 6), torch.full((4, 6), 2.0)], granule=2)):
+        model.set_requires_gradient_sync(step == 1)
+        batch_mean(model(rows).squeeze(1)).backward()
+    assert local_part(model.weight.grad).eq(3).all()
 
 
 def test_the_ordered_reducer_has_micro_batches_instead():

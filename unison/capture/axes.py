@@ -221,7 +221,8 @@ def refuse_unseen(call: Call) -> NoReturn:
     """Raise for a call of which nothing was learned."""
     raise UnsupportedOperation(
         f"{call} was not seen when it was learned where samples lie: the model takes another path "
-        "for this batch"
+        "for this batch. Where a schedule changes what the model does, call engine.detach() and "
+        "make_private again: the same engine counts on"
     )
 
 

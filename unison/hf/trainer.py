@@ -34,7 +34,7 @@ from transformers.trainer_utils import TrainOutput
 
 from unison.config import Privacy
 from unison.errors import BadInput, UnsupportedOperation
-from unison.models import per_sample_loss
+from unison.hf.token_loss import IGNORED, logits_of, recognised_shift, token_losses
 from unison.privacy import (
     LEDGER_FILE,
     BudgetSpent,
@@ -64,8 +64,7 @@ _WEIGHTS = {  # what a checkpoint may hold a model as: a pickle -> what is read 
     "pytorch_model.bin.index.json": "model.safetensors.index.json",
     "adapter_model.bin": "adapter_model.safetensors",
 }
-_IGNORED = -100  # a label that losses leave out
-_NUM_TRIED = 8  # records by which the loss of a model is recognised
+_NUM_TRIED = 8  # records among which the loss of a model is recognised
 _UNCOVERED = ("loss", "train_loss", "total_flos")  # what the Trainer logs of training rows
 
 MAX_EPSILONS = 20  # of a run, while it goes on: one by PLD takes a second
@@ -431,10 +430,7 @@ class PrivateTrainer(Trainer):
                     f"gradient would depend on the others ({error}). Return the mean over rows of "
                     "each row's own mean: unison.per_sample_loss(logits, labels).mean()"
                 ) from error
-        if not self._makes_decoder_inputs:
-            inputs = {name: each for name, each in inputs.items() if name != "labels"}
-        outputs = model(**inputs)
-        logits = _logits(outputs, has_loss=self._makes_decoder_inputs)
+        logits, outputs = logits_of(model, inputs, makes_inputs=self._makes_decoder_inputs)
         losses = token_losses(logits, labels, is_shifted=bool(self._is_shifted))
         return (losses.mean(), outputs) if return_outputs else losses.mean()
 
@@ -449,43 +445,19 @@ class PrivateTrainer(Trainer):
         return getattr(getattr(self._base, "config", None), "is_encoder_decoder", False)
 
     def _recognised_loss(self) -> bool | None:
-        """Whether the model's loss of a row is its tokens' mean, of the next tokens or not.
+        """Whether the model's loss is its tokens' mean, of the next or not; None if it is neither.
 
-        It is tried, before anything is spent, on a record with labels: what a model adds to the
-        mean (a regulariser, the loss of another head) must not be lost.
-
-        Returns:
-            Whether a token predicts the next one; None if the loss is another one.
+        It is tried on records before anything is spent.
         """
-        kept, was_training = random_state(), self.model.training
-        try:
-            self.model.eval()
-            for index in range(min(_NUM_TRIED, len(self._data.dataset))):  # type: ignore[arg-type]
-                assert self._data.collate_fn is not None
-                given = self._data.collate_fn([self._data.dataset[index]])
-                row: dict[str, Any] = self._prepare_inputs(given)  # type: ignore[arg-type]
-                labels = row.get("labels")
-                if not torch.is_tensor(labels) or labels.ndim != 2 or labels.is_floating_point():
-                    return None
-                if (labels[:, 1:] == _IGNORED).all():
-                    continue
-                with torch.no_grad(), self.compute_loss_context_manager():
-                    outputs = self.model(**row)
-                    logits = _logits(outputs, has_loss=True)
-                    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
-                    if loss is None or logits is None or logits.ndim != 3:
-                        return None
-                    # Where both are the same, as of logits that are all zero, most models' comes.
-                    is_usual = not self._makes_decoder_inputs
-                    for is_shifted in (is_usual, not is_usual):
-                        own = token_losses(logits, labels, is_shifted=is_shifted)[0]
-                        if torch.isclose(own.float(), loss.float(), rtol=1e-3, atol=1e-6):
-                            return is_shifted
-                return None
-            return None
-        finally:
-            self.model.train(was_training)
-            set_random_state(kept)
+        data, collate = self._data.dataset, self._data.collate_fn
+        assert isinstance(collate, RowCollator)
+        pairs = (
+            self._prepare_inputs(collate([data[index], data[index]]))  # type: ignore[misc]
+            for index in range(min(_NUM_TRIED, len(data)))  # type: ignore[arg-type]
+        )
+        with self.compute_loss_context_manager():
+            makes_inputs, padding = self._makes_decoder_inputs, collate.padding
+            return recognised_shift(self.model, pairs, makes_inputs=makes_inputs, padding=padding)
 
     # --- what is told ----------------------------------------------------------------------------
 
@@ -545,26 +517,6 @@ class PrivateTrainer(Trainer):
         return self._batch_size or super().get_total_train_batch_size(args)
 
 
-def _logits(outputs: Any, *, has_loss: bool) -> Any:
-    """What a model returned as logits; a tuple begins with the loss, if there is one."""
-    return outputs.get("logits") if isinstance(outputs, Mapping) else outputs[has_loss]
-
-
-def token_losses(
-    logits: Tensor,  # [rows, tokens, vocab]
-    labels: Tensor,  # [rows, labels]
-    *,
-    is_shifted: bool,
-) -> Tensor:  # [rows]
-    """Return each row's mean loss over its own labels; one token predicts the next if shifted."""
-    prompt = logits.shape[1] - labels.shape[1]  # virtual tokens of prompt tuning come first
-    if prompt:
-        labels = F.pad(labels, (prompt, 0), value=_IGNORED)
-    if is_shifted:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    return per_sample_loss(logits, labels)
-
-
 @dataclass
 class RowCollator:
     """Collates records one by one, at one public length, so that no row depends on another.
@@ -618,7 +570,7 @@ class RowCollator:
         assert self.max_length is not None
         value = value.narrow(dim, 0, min(value.shape[dim], self.max_length))
         missing = [0, 0] * (value.ndim - 1 - dim) + [0, self.max_length - value.shape[dim]]
-        fill = {"input_ids": self.padding, "decoder_input_ids": self.padding, "labels": _IGNORED}
+        fill = {"input_ids": self.padding, "decoder_input_ids": self.padding, "labels": IGNORED}
         return F.pad(value, missing, value=fill.get(name, 0))
 
     def _joined(self, name: str, parts: list[Any]) -> Any:

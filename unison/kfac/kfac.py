@@ -25,7 +25,7 @@ from unison.kfac.config import Every, KFACConfig, loss_scale, refuse_adaptive, w
 from unison.kfac.factors import phase, sum_shapes
 from unison.kfac.fisher import CompiledStatistics, PassRecorder, refuse_private
 from unison.kfac.inverse import Columns
-from unison.kfac.labels import Pass, Sampled, refuse_missing, warn_of_shifts
+from unison.kfac.labels import Pass, Sampled, refuse_missing, warn_of_shifts, with_loss
 from unison.kfac.layers import Layer, Method, Routes, assign, cost, describe, layers_of
 from unison.kfac.linalg import all_finite, is_gpu, largest_elements
 from unison.kfac.precondition import Graft, LayerState, Preconditioner, invert_layers, update_layers
@@ -202,6 +202,17 @@ class KFAC:
         of_step = self.config, self.num_steps, divisor, self._passes, shifts
         return Sampled(current, logits, mask, token_mask, *of_step)
 
+    def forget(self) -> None:
+        """Drop the passes since the last step, where the loop gives a batch up; on every rank.
+
+        The next pass is then the first of its step, and draws the labels of one. A pass that no
+        loss was sent back through, beside others that have one, is left out without this, and a
+        warning says so; a batch whose gradients were cleared again is not.
+        """
+        self._passes = []
+        self._shifts.clear()
+        self._recorder.forget()
+
     # --- the step --------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -247,8 +258,7 @@ class KFAC:
                 self._skip(reason)
                 if not is_known:
                     self._graft.uncount()
-        self._passes = []
-        self._recorder.forget()
+        self.forget()
 
     def _check_params(self) -> None:
         known = {id(each) for each in self.trained}
@@ -398,7 +408,7 @@ class KFAC:
 
     def _update_factors(self, scale: float, find_overflow: Callable[[], str | None]) -> str | None:
         """Average new factors in, unless some are not finite, or gradients; returns which."""
-        ranks, passes = self._adapter.ranks, self._passes
+        ranks, passes = self._adapter.ranks, with_loss(self._passes, self.num_steps)
         if not self.layers:  # owners would damp with settings of their own
             require_same(ranks, self.config.stored(), what="the settings of KFAC")
         together(ranks, lambda: refuse_missing(passes, self.num_steps))
@@ -466,6 +476,11 @@ class KFAC:
             bad += [i for i, own in blocks.items() if not all_finite(own)]
             names = [repr(self.layers[i].name) for i in bad]
             reason = f"sums for the factors of {names[0]} are not finite" if bad else None
+            if bad and len(passes) > 1:
+                reason = (
+                    f"{reason}, made of {len(passes)} sampled passes (call kfac.forget() where the "
+                    "loop gives a batch up)"
+                )
             if (reason := find_overflow() or self._agreed(reason)) is not None:
                 self._forget_update(*before)
                 return reason
@@ -752,8 +767,7 @@ class KFAC:
         self.num_steps, self.skipped = state["num_steps"], state.get("skipped", 0)
         self._last_update, self._last_inverse = state["last_update"], state["last_inverse"]
         self._is_ordered = bool(state.get("is_ordered", True))
-        self._passes.clear()
-        self._recorder.forget()
+        self.forget()
 
     def detach(self) -> None:
         """Leave the module as it was."""

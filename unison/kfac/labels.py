@@ -22,6 +22,7 @@ rank, batch size or padded length enters. Rows are `ROW` elements apart in the s
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -99,6 +100,7 @@ class Pass:
         draws: The random numbers of samples, and how many it had drawn before; None if it draws
             from generators.
         parts: Its granules.
+        has_loss: Whether a loss was sent back through it since labels were drawn.
     """
 
     inputs: tuple[tuple, dict[str, Any]]
@@ -107,6 +109,7 @@ class Pass:
     surroundings: RngAutocastState
     draws: tuple[BatchDraws, list[tuple[int, int]]] | None
     parts: list[PassPart]
+    has_loss: bool = False
 
     @property
     def num_real(self) -> int:
@@ -331,6 +334,10 @@ class Sampled:
         else:
             columns = self._columns(z, part, has_room=False)
             part.gradients = [_sent_back(outputs, logits, make(z)) for make in columns]
+        # Gradients of the drawn labels have passed: what comes from here on is the user's loss.
+        note = partial(_note_loss, weakref.ref(self.current))  # a graph must not keep the inputs
+        for output in outputs.values():
+            output.register_hook(note)
         part.outputs = {}
 
     def _columns(
@@ -394,6 +401,11 @@ def _made_again(make: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
     return make(_with_tokens(logits)).view(logits.shape)
 
 
+def _note_loss(own: "weakref.ref[Pass]", _: Tensor) -> None:
+    if (current := own()) is not None:
+        current.has_loss = True
+
+
 def _note_shift(shifts: list[Tensor], gradient: Tensor) -> None:
     """Note how much of a loss's gradient is one number for all logits of a token."""
     gradient = gradient.detach().float()
@@ -444,6 +456,24 @@ def _sent_back(outputs: Mapping[int, Tensor], logits: Tensor, column: Tensor) ->
             "kfac.sample with them before the module runs again"
         )
     return gradients
+
+
+def with_loss(passes: Sequence[Pass], step: int) -> Sequence[Pass]:
+    """The passes that a loss was sent back through; a warning tells of the others.
+
+    A loop that gives a batch up after `kfac.sample` leaves such a pass behind. Where no pass has a
+    loss, gradients were made of other ones, and all count.
+    """
+    kept = [each for each in passes if each.has_loss]
+    if len(kept) in (0, len(passes)):
+        return passes
+    warnings.warn(
+        f"step {step} updates the factors without {len(passes) - len(kept)} of {len(passes)} "
+        "sampled passes, through which loss.backward() did not go. Call kfac.forget() where the "
+        "loop gives a batch up",
+        stacklevel=6,  # of whoever calls `step`, past torch.no_grad
+    )
+    return kept
 
 
 def refuse_missing(passes: Sequence[Pass], step: int) -> None:

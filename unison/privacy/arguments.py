@@ -13,6 +13,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.jit import ScriptModule
+from torch.nn.parameter import is_lazy
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -70,9 +71,15 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check_module(module: nn.Module) -> None:
-    """Require a module, not its forward, nor several."""
+    """Require a module, not its forward, nor several, all of whose parameters have a shape."""
     if not isinstance(module, nn.Module):
         raise BadInput(f"module= expects a torch.nn.Module, found {type(module).__name__}")
+    for name, each in module.named_parameters():
+        if is_lazy(each):
+            raise BadInput(
+                f"{name} has no shape yet, as a lazy layer gives it one when it is first called: "
+                "call the module once before make_private, on a row that is made up, such as zeros"
+            )
 
 
 def num_trainable(module: nn.Module) -> int:

@@ -552,9 +552,10 @@ class Attachment:
             self._label_checks = []
         num_rows = self._dealing.parts[0].num_rows  # all granules have as many
         inputs = self._inputs_of(args, kwargs, num_rows)
+        anew = self.learning.has_new_number()
         if self._owner.everyone.size > 1:
-            self._refuse_other_kinds(inputs)
-        learned = self.learning.learn(inputs)
+            anew = self._refuse_other_kinds(inputs, anew)
+        learned = self.learning.learn(inputs, anew=anew)
         buffers = buffer_versions(self.params.modules)
         most_rows, compiled = self._dealing.most_rows, self._compiled
         if self._runs_compiled and not self._has_fitting_rows(learned, inputs, num_rows):
@@ -602,26 +603,31 @@ class Attachment:
             running.call = (args, kwargs, rng_autocast_state(self.module, (args, kwargs)))
         return running
 
-    def _refuse_other_kinds(self, inputs: Inputs) -> None:
+    def _refuse_other_kinds(self, inputs: Inputs, anew: bool) -> bool:
         """Refuse batches of another kind than other ranks have; a collective if passes are.
 
         What a kind does is learned by passes of its own. A rank that ran them alone would gather
         units while the others sum gradients.
+
+        Returns:
+            Whether a rank that runs with this one has to learn anew.
         """
         everyone = self._owner.everyone
         if not self._owner.runs_together or is_recording():
-            return
+            return anew
         own = zlib.crc32(repr(inputs.kind).encode())
-        kinds = torch.zeros(everyone.size, dtype=torch.float64, device=inputs.device)
+        kinds = torch.zeros(everyone.size + 1, dtype=torch.float64, device=inputs.device)
         kinds[everyone.rank] = own  # each has one owner and all others add 0: exact
-        found = everyone.sum_(kinds)
-        if has_values() and set(found.tolist()) != {own}:
+        kinds[-1] = float(anew)
+        found = everyone.sum_(kinds).tolist()
+        if has_values() and set(found[:-1]) != {own}:
             shapes = [list(inputs.leaves[place].shape) for place in inputs.places]
             raise BadInput(
                 f"ranks gave the module batches of different shapes in one pass (here {shapes}), "
                 "and parameters are sharded: ranks must run the same passes. Pad all rows to one "
                 "length, as make_private(row_shape={...}) does, or use DistributedDataParallel"
             )
+        return has_values() and found[-1] > 0
 
     def _after_forward(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any

@@ -126,6 +126,7 @@ class PrivacyEngine:
         self.accountant, self.secure_noise = accountant, secure_noise
         self._ledger_path = ledger
         self._training: PrivateTraining | None = None
+        self._spent: Ledger | None = None  # in memory, of modules that were made private before
         self._users_compile = ExitStack()
 
     # --- attaching -------------------------------------------------------------------------------
@@ -337,6 +338,7 @@ class PrivacyEngine:
                 ),
                 data_salt=data_salt,
                 data_id=data_id,
+                earlier=self._spent,
             )
             batch_dim = 0 if batch_first else 1
             self._training = PrivateTraining(
@@ -423,8 +425,12 @@ class PrivacyEngine:
         )
 
     def detach(self) -> None:
-        """Give the user's module and optimizer back as they were. The ledger is closed."""
+        """Give the user's module and optimizer back as they were. The ledger is closed.
+
+        What it holds stays counted: a module that this engine makes private later goes on with it.
+        """
         self._attached.detach()
+        self._spent = self.ledger if self.ledger.path is None else None
         self._users_compile.close()
         self._training = None
 
@@ -663,6 +669,7 @@ def open_on_ranks(
     *,
     data_salt: DataSalt | None = None,
     data_id: str | None = None,
+    earlier: Ledger | None = None,
 ) -> Ledger:
     """Open the ledger on the first rank, and copies of what it holds on the others; a collective.
 
@@ -676,6 +683,7 @@ def open_on_ranks(
         session: What the session says of itself.
         data_salt: See `commit_to_data`; only the first rank looks at it.
         data_id: The same.
+        earlier: See `Ledger.open`.
 
     Raises:
         BadInput: On every rank, if the first one cannot open the file.
@@ -684,7 +692,9 @@ def open_on_ranks(
     if ranks.rank == 0:
         try:
             session = commit_to_data(session, salt=data_salt, data_id=data_id, ledger=path)
-            ledger = Ledger.open(path, mechanism=mechanism, accountant=accountant, session=session)
+            ledger = Ledger.open(
+                path, mechanism=mechanism, accountant=accountant, session=session, earlier=earlier
+            )
         except Exception as found:
             if ranks.size == 1:
                 raise

@@ -64,7 +64,8 @@ class Inputs:
         dim: Their dimension of the samples.
         rows: How many rows of it belong to one sample.
         device: Where the samples lie.
-        kind: The structure, shapes and dtypes, without the number of samples.
+        kind: The structure, shapes and dtypes, without the number of samples; and which numbers are
+            0, and what other arguments say.
     """
 
     leaves: Sequence[Any]
@@ -144,6 +145,9 @@ def inputs_of(
     for place in places:
         shape = leaves[place].shape
         kind.append((place, shape[:dim] + shape[dim + 1 :], leaves[place].dtype))
+    # A switch, or what has no effect as long as it is 0.
+    plain = [each for each in leaves if isinstance(each, bool | int | float | str)]
+    kind += [each if isinstance(each, bool | str) else each != 0 for each in plain]
     return Inputs(leaves, spec, places, dim, rows, leaves[places[0]].device, tuple(kind))
 
 

@@ -6,7 +6,7 @@ were frozen, thawed or replaced are refused by name.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -49,6 +49,7 @@ from unison.torch_internals import (
     autocast_dtypes,
     has_values,
     is_dtensor,
+    is_plain_object,
     is_recording,
     machine_of,
     room_for_tensors,
@@ -118,6 +119,7 @@ class Learning:
         self._refusals: dict[Any, str | None] = {}
         self._reductions: dict[Any, str | None] = {}
         self._num_passes: Counter[Any] = Counter()
+        self._zeros: list[tuple[dict[str, Any], str, Any]] = []
         self._inconclusive: set[Any] = set()
         self._rounded: set[Any] = set()
         self.is_running = False
@@ -125,12 +127,26 @@ class Learning:
         self.refusal: str | None = None
         self.reduction: str | None = None
 
-    def learn(self, inputs: Inputs) -> Learned:
+    def has_new_number(self) -> bool:
+        """Whether a number of the module is not 0 any more, as it was when all was learned.
+
+        What it multiplies, or switches on, no check has seen: a penalty that sets in after a while.
+        """
+        return not is_recording() and any(
+            _version_of(value := held.get(name)) != before and not _is_zero(value)
+            for held, name, before in self._zeros
+        )
+
+    def learn(self, inputs: Inputs, *, anew: bool = False) -> Learned:
         """Return what is known of batches of this kind.
 
         The first batch of a kind is checked, and then the second, fourth, eighth, …: with one that
         comes later the module may do something else. It happens before the batch's own pass, so
         that nothing has been spent on what is refused.
+
+        Args:
+            inputs: The batch.
+            anew: Whether what is known of any kind does not count.
 
         Raises:
             BadInput: What is trained is not what was made private.
@@ -138,6 +154,9 @@ class Learning:
                 the batch to a buffer.
         """
         trained = self.check_params()
+        if anew:
+            for known in (self._learned, self._plans, self._rows):
+                known.clear()
         # A layer may be put to train alone.
         modes = bytes(getattr(module, "training", False) for _, module in self._params.modules)
         key = inputs.kind, trained, autocast_dtypes(), modes
@@ -204,6 +223,7 @@ class Learning:
         finally:
             self.is_running = False
         self.check_params()  # the module has run since
+        self._zeros = list(_zeros_of(self._params)) if has_values() else []
 
     def _learned_of(
         self, inputs: Inputs, before: Learned | None, state: ProbeState, seed: int, key: Any
@@ -408,6 +428,37 @@ class Learning:
     def _is_alone(self) -> bool:
         """True if this rank plans alone, so that plans may depend on more than shapes."""
         return not self._owner.is_ordered and self._owner.everyone.size == 1
+
+
+def _zeros_of(params: ParamRegistry) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield where modules, and objects that they hold, have a number that is 0."""
+    found: dict[int, dict[str, Any]] = {}
+    for _, module in params.modules:
+        own = vars(module)
+        others = [vars(each) for each in own.values() if is_plain_object(each)]
+        for held in (own, module._buffers, *others):
+            found[id(held)] = held
+        for cls in type(module).__mro__[: -len(nn.Module.__mro__)]:  # what an instance may hide
+            for name, value in vars(cls).items():
+                if _is_zero(value) and name not in own:
+                    yield own, name, None
+    for held in found.values():
+        for name, value in held.items():
+            if name != "training" and _is_zero(value):
+                yield held, name, _version_of(value)
+
+
+def _is_zero(value: Any) -> bool:
+    if type(value) is Tensor:
+        return value.numel() == 1 and not value.is_meta and not bool(value)
+    return isinstance(value, int | float) and not value
+
+
+def _version_of(value: Any) -> Any:
+    """What changes with a number; of a tensor, which a GPU may hold, how often it was written."""
+    if type(value) is Tensor:
+        return id(value), 0 if value.is_inference() else value._version
+    return value
 
 
 def _held_by(params: ParamRegistry, owner: ParallelAdapter) -> dict[str, nn.Parameter | None]:

@@ -74,6 +74,7 @@ class Ledger:
         accountant: str = "pld",
         step: int = 0,
         session: Session | None = None,
+        earlier: "Ledger | None" = None,
     ) -> "Ledger":
         """Begin a ledger, or go on with one after checking all of it.
 
@@ -84,6 +85,7 @@ class Ledger:
             step: The step that comes next.
             session: Where the key comes from, and what else the session says of itself; that it
                 is not known unless given.
+            earlier: One in memory that this one goes on with, if it is in memory too.
 
         Raises:
             BadInput: If lines of the ledger were edited or removed, or another process writes it.
@@ -93,6 +95,10 @@ class Ledger:
         try:
             if ledger.path is not None:
                 ledger._take_up(ledger.path)
+            elif earlier is not None:
+                ledger.spending, ledger.head = earlier.spending, earlier.head
+                ledger.num_intents, ledger.num_commits = earlier.num_intents, earlier.num_commits
+                ledger._written = earlier._written
             ledger.renew(mechanism, step=step)
         except BaseException:
             ledger.close()

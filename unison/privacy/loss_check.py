@@ -47,6 +47,7 @@ from unison.privacy.loss_program import (
     RecordLayout,
     Replay,
     far_values,
+    is_assertion,
     is_close,
     is_equal,
     is_explained,
@@ -70,7 +71,7 @@ from unison.privacy.loss_tape import (
     positions,
 )
 from unison.privacy.sampling import packed, unpacked
-from unison.torch_internals import graph_leaves, has_values, sent_to_host
+from unison.torch_internals import graph_leaves, has_values, is_dtensor, sent_to_host
 
 # --- losses that a model makes itself -------------------------------------------------------------
 
@@ -119,6 +120,7 @@ KEPT = (
     "what a forward hook kept), so that nobody knows whether rows meet in it. Return it from "
     "forward beside the outputs, and take it from there"
 )
+GROWTH = 1 << 10  # of a number since a check, after which there is another
 FEW_ELEMENTS = 1 << 24  # of all roots together: more are looked at in a part of the rows
 
 
@@ -157,6 +159,8 @@ class LossCheck:
         # decide, and whether gradients were compared since.
         self._history: dict[tuple, deque[tuple[int, Sequence[float]]]] = {}
         self._of_rows: dict[tuple, dict[int, bool]] = {}
+        # Of each path: the largest values of its numbers when it was checked.
+        self._largest: dict[tuple, list[float]] = {}
         self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
         self._pending: list[tuple[Callable[[], Tensor], Operation, str]] = []
         self.num_checks = 0
@@ -264,13 +268,25 @@ class LossCheck:
                 self._keep(program, program.outputs)
         elif rows.num_units > 1:
             is_due |= self._follows_rows(program)
-            if known is None or is_due:
+            if self._has_grown(program) or known is None or is_due:
                 self.num_checks += 1
                 self.finish()  # the check waits for the device anyway, and this says more
                 _refuse_items(program)
                 self._check(program, loss)
             self._taken[program.kind] = rows.num_rows, numbers
         return bool(program.terms)
+
+    def _has_grown(self, program: Program) -> bool:
+        """Whether a number is far larger than at any check, which may not have felt what it scales.
+
+        A term that sets in after a while has the weight 0 until then, and couples nothing.
+        """
+        now = [abs(each) for each in program.scales(of_host=True)]
+        largest = self._largest.setdefault((program.kind, len(now)), now)
+        has_grown = any(a > GROWTH * b for a, b in zip(now, largest, strict=True))
+        if has_grown:
+            self._largest[program.kind, len(now)] = list(map(max, now, largest))
+        return has_grown
 
     def _follows_rows(self, program: Program) -> bool:
         """Whether a number may be a function of the number of rows, and it can be looked at now."""
@@ -338,6 +354,7 @@ class LossCheck:
                 "is taken granule by granule",
                 "Make one loss per row (reduction='none'), and send back unison.batch_mean(losses)",
             )
+        _refuse_freed(program)
         try:
             base, left = self._self_check(program, loss)
         except UnsupportedOperation:
@@ -369,7 +386,8 @@ class LossCheck:
             for values in (program.tape.roots, grads)
         )
         beside = [self._rows.matrix(each)[:1].clone() for each in program.beside().values()]
-        self._checked[program.kind] = self._rows.num_rows, program.numbers, unit, of_unit, beside
+        numbers = program.scales()
+        self._checked[program.kind] = self._rows.num_rows, numbers, unit, of_unit, beside
 
     def _self_check(self, program: Program, loss: Tensor) -> tuple[Replay, RecordLayout]:
         """Replay the program unchanged, and compare with the real graph's gradients.
@@ -559,16 +577,18 @@ class LossCheck:
         beside: list[Tensor],
     ) -> None:
         """Put a record of an earlier step into this batch, which has another size."""
-        rows, roots = self._rows, program.tape.roots
-        if not unit or num_before == rows.num_rows or len(numbers) != len(program.numbers):
+        rows, roots, now = self._rows, program.tape.roots, program.scales()
+        if not unit or num_before == rows.num_rows or len(numbers) != len(now):
             return
         if any(each.func in SUBSTITUTES for each in program.path.values()):
             return  # batch_mean divides by the rows of all ranks, which is its own affair
         of_rows = self._of_rows.get(program.kind, {})
-        of_rows.update({i: True for i in of_rows if numbers[i] != program.numbers[i]})
+        of_rows.update({i: True for i in of_rows if numbers[i] != now[i]})
+        # A tensor may be made out of sight of what else the batch holds.
+        followed = len(now) if program.tape.batch else len(program.numbers)
         unexplained = [
             a
-            for i, (a, b) in enumerate(zip(numbers, program.numbers, strict=True))
+            for i, (a, b) in enumerate(zip(numbers[:followed], now, strict=False))
             if i not in of_rows and not is_explained((num_before, a), (rows.num_rows, b))
         ]
         if program.kind in self._with_multiples and any(
@@ -609,10 +629,10 @@ class LossCheck:
             matrix[:1] = record
             given[key] = rows.like(value, matrix)
         try:
-            now, _, _ = program.replay(values, given=given)
+            again, _, _ = program.replay(values, given=given)
         except Exception:  # the record's values do not go together with this batch's
             return
-        first = {slot: rows.matrix(now[slot])[:1] for slot in grads}
+        first = {slot: rows.matrix(again[slot])[:1] for slot in grads}
         wrong = _wrong_factor(first, grads, num_before / rows.num_rows, is_mean=self._is_mean)
         if wrong is not None:
             usual = self._turned(program)
@@ -740,6 +760,22 @@ def _refuse_kept(program: Program) -> None:
             )
 
 
+def _refuse_freed(program: Program) -> None:
+    """Refuse parameters whose memory is gone, as FSDP2 gives it back when a module has run."""
+    for operation in program.tape.operations:
+        for leaf in operation.leaves:
+            is_plain = isinstance(leaf, Tensor) and leaf.layout == torch.strided
+            is_plain = is_plain and not is_dtensor(leaf) and leaf.numel() > 0
+            if is_plain and not leaf.untyped_storage().nbytes():
+                _refuse(
+                    f"{operation} used a tensor of shape {list(leaf.shape)} of another sharded "
+                    "module, whose memory has been given back, so that the loss cannot be run "
+                    "again to be checked",
+                    "Shard that module with reshard_after_forward=False, with unison.fully_shard, "
+                    "or not at all",
+                )
+
+
 def _is_constant(program: Program, operation: Operation, number: float) -> bool:
     """Whether a number cannot come from data: it is in the code, or a dimension, or a size."""
     if isinstance(number, PublicNumber) or number in (0, 1) or number in operation.constants:
@@ -773,6 +809,8 @@ def _refuse_other_path(program: Program, base: dict[int, Any], other: dict[int, 
     """Refuse truths and sizes that other rows change, where Python was told of them."""
     here = positions(sys._getframe(1))
     for name, slot, truth, where in program.tape.branches:
+        if is_assertion(where, here):
+            continue
         truths = {bool(each.get(slot, truth)) for each in (base, other)}
         # The same truth here and now says little, if what it was found from has changed.
         is_other = len(truths) > 1 or (
@@ -780,9 +818,10 @@ def _refuse_other_path(program: Program, base: dict[int, Any], other: dict[int, 
             and any(not is_same(base.get(each), other.get(each)) for each in program.compared(slot))
         )
         if is_other:
+            lines = [each[3] for each in where if each[3] is not None]
             _refuse(
-                f"Python code asks {name} of a value that depends on several rows, and "
-                "goes one way or another",
+                f"Python code asks {name} of a value that depends on several rows "
+                f"({lines[-1] if lines else 'in torch'}), and goes one way or another",
                 "Use torch.where on values of single rows, or ask after loss.backward()",
             )
     for slot in program.tape.sized:

@@ -34,7 +34,7 @@ from unison.privacy.loss_tape import (
     mapped,
 )
 from unison.privacy.sampling import batch_mean, local_batch_mean, packed, unpacked
-from unison.torch_internals import is_dtensor
+from unison.torch_internals import has_values, is_dtensor
 
 # A number that one of these is given is a value, and no dimension or size.
 ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "divide", "true_divide", "floor_divide", "pow"}
@@ -44,6 +44,7 @@ ARITHMETIC |= {"truediv", "floordiv", "mod", "clamp", "clip", "maximum", "minimu
 TRUTHS = {"gt", "lt", "ge", "le", "eq", "ne", "__bool__", "any", "all", "logical_and"}
 TRUTHS |= {"logical_or", "logical_not", "__and__", "__or__", "__invert__"}
 SUBSTITUTES: dict[Any, Callable[..., Any]] = {batch_mean: local_batch_mean}  # not to run again
+_DISPATCH = ("torch/overrides.py", "torch/_tensor.py")
 SHAPE_FUNCTIONS = {"view", "reshape", "expand", "unflatten", "resize", "zeros", "ones", "empty"}
 
 Gradients = dict[int, Tensor]  # of the module's outputs, by slot
@@ -169,6 +170,21 @@ class Program:
         self.terms = list(terms.values())
         self.kind = tuple(kinds), len(self.outputs), len(self.terms), len(tape.inputs)
         self.draws: dict[Any, Tensor] = {}
+
+    def scales(self, *, of_host: bool = False) -> list[float]:
+        """Numbers on the way to the loss, and those in tensors that are not made of data.
+
+        Args:
+            of_host: Whether to wait for no GPU. Else what may hold one row is left out, too.
+        """
+        found = [
+            leaf.item()
+            for each in self.path.values()
+            for leaf in each.leaves
+            if type(leaf) is Tensor and leaf.numel() == 1 and has_values()
+            if (leaf.is_cpu if of_host else leaf.ndim == 0)
+        ]
+        return [*self.numbers, *found]
 
     def compared(self, slot: int) -> list[int]:
         """The slots of values that a truth was found from; of NaNs, whether they are."""
@@ -668,6 +684,38 @@ def may_branch(read: Sequence[Position], backward: Sequence[Position]) -> bool:
     if code.co_filename.startswith(OURS):
         return False
     return _has_jump(code, offset, backward[common - 1][2])
+
+
+def is_assertion(read: Sequence[Position], backward: Sequence[Position]) -> bool:
+    """Whether the truth of what was read decides about an exception alone, which nobody catches.
+
+    Whoever does not go on sends nothing back. Arguments are those of `may_branch`.
+    """
+    common = sum(then[:2] == now[:2] for then, now in zip(read, backward, strict=False))
+    asking = [each for each in read[max(0, common - 1) :] if not _is_dispatch(each[1])]
+    if not asking or any(_is_covered(code, offset) for _, code, offset, _ in asking):
+        return False
+    _, code, offset, _ = asking[-1]
+    order = sorted(_instructions(code))
+    for at, following in itertools.pairwise(order[bisect_right(order, offset) - 1 :]):
+        instruction = _instructions(code)[at]
+        if "JUMP" in instruction.opname and "IF" in instruction.opname:
+            return _raises(code, instruction.argval) or _raises(code, following)
+        if instruction.opname not in ("TO_BOOL", "UNARY_NOT", "NOP", "CACHE"):
+            return False  # the truth is kept
+    return False
+
+
+def _is_dispatch(code: CodeType) -> bool:
+    """Whether code stands between a call of torch and what is called."""
+    return code.co_filename.startswith(OURS) or code.co_filename.endswith(_DISPATCH)
+
+
+@lru_cache(maxsize=256)
+def _is_covered(code: CodeType, offset: int) -> bool:
+    """Whether something is done about an exception there: `except`, `finally`, or a `with`."""
+    entries = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
+    return any(each.start <= offset <= each.end for each in entries)
 
 
 @lru_cache(maxsize=256)

@@ -46,6 +46,7 @@ from torch.utils._pytree import tree_leaves
 from unison.errors import BadInput
 from unison.privacy.sampling import packed, unpacked
 from unison.torch_internals import (
+    GATHERED,
     FunctionMode,
     autocast_dtypes,
     graph_leaves,
@@ -522,10 +523,13 @@ class LossRecorder(TorchFunctionMode):
         return slot
 
     def _stored(self, leaf: Any) -> Any:
-        """Return what the tape keeps of an argument."""
+        """Return what the tape keeps of an argument: of what sharding frees soon, a copy."""
         slot = self.slot_of(leaf) if isinstance(leaf, _FOLLOWED) else None
         if slot is None:
-            return leaf
+            if not getattr(leaf, GATHERED, False):
+                return leaf
+            with torch._C.DisableTorchFunctionSubclass():
+                return leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return SlotRef(slot, leaf) if slot == EARLIER else SlotRef(slot)
 
     def call(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from unison.clip import NormTable, SampleNorms
 from unison.clip.bounds import Grid
@@ -92,6 +92,17 @@ def check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter])
             "steps nobody is told of. If it wraps one, give make_private that one, and wrap the "
             "optimizer that make_private returns"
         )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise BadInput(
+            f"{type(optimizer).__name__} has not called super().__init__(params, defaults), and so "
+            "tells nobody of its steps. Call it there; or, if it wraps an optimizer, give "
+            "make_private that one, and wrap the optimizer that make_private returns"
+        )
+    if isinstance(optimizer, SparseAdam):
+        raise UnsupportedOperation(
+            f"{type(optimizer).__name__} takes sparse gradients, and private ones are dense, since "
+            "every row gets noise: use Adam or AdamW, also for nn.Embedding(sparse=True)"
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UnsupportedOperation(
@@ -103,7 +114,10 @@ def check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter])
     if missing:
         raise BadInput(
             f"the optimizer does not have {listed(missing)}: they would take part in clipping and "
-            "never be trained. Give them to it, or freeze them with requires_grad_(False)"
+            "never be trained. Give them to it, or freeze them with requires_grad_(False). If "
+            "another optimizer trains them, give make_private "
+            "torch.optim.SGD(module.parameters(), lr=0.0), and in each step call its step() first, "
+            "then those of the others, which find the noisy gradients"
         )
     if others:
         raise BadInput(

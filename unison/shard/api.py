@@ -29,7 +29,7 @@ from unison.shard.flat_group import (
     is_piece,
 )
 from unison.shard.ranks import DONE, Axes, Work
-from unison.shard.sharded_tensor import ShardedTensor, shard_of, show_shards
+from unison.shard.sharded_tensor import HeldGradient, ShardedTensor, shard_of, show_shards
 from unison.shard.unit import TAKEN_BY, UNIT_ATTRIBUTE, Unit, unit_of, units_of
 from unison.torch_internals import canonical_name, has_values, is_dtensor
 
@@ -290,7 +290,7 @@ def apply_to_tensors(module: M, fn: Callable[[Tensor], Tensor], recurse: bool = 
     """
     type(module)._apply(module, fn, recurse)
     for unit in units_of(module):
-        unit.take_back()
+        unit.take_back(was_applied=True)
     return module
 
 
@@ -325,7 +325,8 @@ def set_requires_gradient_sync(
     """Sum gradients over ranks after a backward pass, or let them add up on each rank until later.
 
     Without sums a rank holds the whole gradient of each unit; `deal(micro_batch=...)` and the fast
-    reducer's own way, a sum after each pass, do not.
+    reducer's own way, a sum after each pass, do not. Meanwhile `.grad` may be cleared, as
+    `zero_grad()` does, which drops what is held; whatever reads it, `optimizer.step()` too, raises.
 
     Args:
         module: A sharded module.
@@ -402,6 +403,7 @@ _num_watched: Counter[str] = Counter()
 def watch_optimizers() -> None:
     """Look at every optimizer before its first step: it may hold what is trained no longer."""
     register_optimizer_step_pre_hook(_look_once)
+    register_optimizer_step_pre_hook(_refuse_held)
 
 
 def _look_once(optimizer: Optimizer, *_: Any) -> None:
@@ -429,6 +431,17 @@ def _look_once(optimizer: Optimizer, *_: Any) -> None:
         _adopt_flat_state(optimizer)
         optimizer.register_load_state_dict_post_hook(_adopt_flat_state)
     _seen.add(optimizer)
+
+
+def _refuse_held(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Refuse a step without gradients that are still to be summed over ranks."""
+    # A closure may make the last backward pass; then `HeldGradient` itself refuses.
+    if any(map(callable, (*args[1:], *kwargs.values()))) or torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if type(parameter.grad) is HeldGradient:
+                parameter.grad.refuse()
 
 
 def _compare_settings(steps: Iterator[int], key: str, optimizer: Optimizer, *_: Any) -> None:

@@ -271,7 +271,8 @@ class Context:
         if plan is not self._plan:
             if self._plan is not None and plan.accumulation is not self._plan.accumulation:
                 for unit in self.units:  # what a logical batch that was left early had summed
-                    unit.forget_gradients()
+                    if unit.options.reducer == "ordered":
+                        unit.forget_gradients()
             self._plan = plan
             for unit in self.units:
                 unit.begin_pass(plan.edges)

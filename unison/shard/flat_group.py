@@ -41,8 +41,8 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.granules import PerGranule, refuse_reentrant
 from unison.shard.layout import FlatLayout, Placement
 from unison.shard.ranks import DONE, Axes, Ranks, Work
-from unison.shard.sharded_tensor import ShardedTensor, local_part, shard_of
-from unison.torch_internals import has_values
+from unison.shard.sharded_tensor import HeldGradient, ShardedTensor, local_part, shard_of
+from unison.torch_internals import GATHERED, has_values
 
 # ------------------------------------------------------------------------------------------------
 # In which dtype a unit computes and sums, and what of it lives in the host's memory.
@@ -323,7 +323,8 @@ class FlatGroup:
         compute_dtype: Of `full` and the leaves.
         reduce_dtype: In which gradients are summed.
         device: Where the parameters compute.
-        parts: This rank's elements of each parameter, as plain views of the shard.
+        parts: This rank's elements of each parameter, as plain views of the shard, or in memory of
+            their own (see `_leave_shard`).
         bases: The parameters as plain views of `full`, which may have no memory at the moment.
         recipes: How to make each parameter's initial values, where it was built without memory.
     """
@@ -347,7 +348,7 @@ class FlatGroup:
         self.dtype = first.dtype
         self.compute_dtype = options.precision.param_dtype(self.dtype)
         self.reduce_dtype = options.precision.reduce_dtype(self.dtype)
-        self.requires_grad = first.requires_grad
+        self.was_trained = first.requires_grad  # when the last forward pass began
         self.uses: tuple[list[Use], ...] = uses
         self.recipes = [getattr(value, RECIPE, None) for value in values]
         shapes = zip(names, [value.shape for value in values], strict=True)
@@ -355,6 +356,8 @@ class FlatGroup:
         self.slots = self.layout.slots
         self._make_memory(device or first.device)
         self.pieces = [self._make_piece(index) for index in range(len(values))]
+        for piece in self.pieces:
+            piece.requires_grad_(first.requires_grad)
         real = [value.detach() for value in values if not first.is_meta]
         for piece, value in zip(self.pieces, real, strict=False):
             if isinstance(piece, ShardedTensor):
@@ -403,8 +406,12 @@ class FlatGroup:
         self._kept: dict[tuple[int, ...], Tensor] = {}
         self._resident: dict[tuple[int, ...], Tensor] = {}
         self.bases = [each.view(slot.shape) for each, slot in zip(flat, self.slots, strict=True)]
-        self._leaves: dict[int, list[Tensor]] = {}  # by granule
+        # By granule, and by whether they require gradients: a graph that was made before all were
+        # frozen, or while they were, keeps the leaves that it has.
+        self._leaves: dict[tuple[int, bool], list[Tensor]] = {}
         self._moving: list[tuple[nn.Parameter, Tensor]] = []  # gradients on their way to the host
+        self._outside: set[int] = set()  # pieces with memory of their own, see `_leave_shard`
+        self._held: dict[int, HeldGradient] = {}  # at `.grad` of a piece whose gradient is held
 
     @property
     def _pins(self) -> bool:
@@ -413,8 +420,9 @@ class FlatGroup:
 
     def _make_piece(self, index: int) -> nn.Parameter:
         size, slot, local = self.ranks.size, self.slots[index], self.parts[index]
+        is_trainable = local.is_floating_point() or local.is_complex()  # if not now, then later
         if size == 1:
-            whole = nn.Parameter(local.view(slot.shape), requires_grad=self.requires_grad)
+            whole = nn.Parameter(local.view(slot.shape), requires_grad=is_trainable)
             setattr(whole, PIECE, True)
             return whole
         place = Placement(
@@ -425,8 +433,8 @@ class FlatGroup:
             self.device,
             self._is_ordered,
         )
-        piece = nn.Parameter(ShardedTensor(local, place), requires_grad=self.requires_grad)
-        if self.requires_grad:  # autograd begins the gradient of `piece.sum()` with a plain tensor
+        piece = nn.Parameter(ShardedTensor(local.detach(), place), requires_grad=is_trainable)
+        if is_trainable:  # autograd begins the gradient of `piece.sum()` with a plain tensor
             piece.register_hook(partial(shard_of, placement=place))
         return piece
 
@@ -441,16 +449,21 @@ class FlatGroup:
             if not piece.is_meta:
                 made.data.copy_(piece.detach())
             take_over(piece, made)
+            made.requires_grad_(piece.requires_grad)
             torch.utils.swap_tensors(piece, made)
         self._attributes = [vars(piece) for piece in self.pieces]
 
-    def take_back(self, index: int) -> bool:
-        """Give a piece its memory in the shard again, if it lost it, with its values of now.
+    def take_back(self, index: int, *, was_applied: bool) -> bool:
+        """Have a piece's memory be the group's again, if it is not, with its values of now.
 
         `model.to("cpu:0")`, which accelerate and transformers' Trainer call, copies although
         nothing moves. The piece stays the same object, as optimizers hold it: a plain one gets the
         copy as its `.data` and goes on counting its writes together with `parts`; a sharded one is
         swapped with its copy, which has none of its hooks and attributes.
+
+        Args:
+            index: Which piece.
+            was_applied: Whether all pieces were copied, as by `model.to`, and none assigned to.
 
         Returns:
             False if the piece was moved, cast or laid out otherwise: nothing has changed then.
@@ -465,18 +478,40 @@ class FlatGroup:
         # Of a plain piece that was swapped nobody would count the writes; the attribute tells.
         if not (is_same and own.stride() == base.stride() and is_piece(piece)):
             return False
-        if has_values() and not own.is_meta and not torch.equal(_bits(own), _bits(base)):
-            base.copy_(own)
+        is_real = has_values() and not own.is_meta
+        is_other = is_real and not torch.equal(_bits(own), _bits(base))
         if isinstance(piece, ShardedTensor):
-            piece.local = part
+            if is_other:
+                base.copy_(own)
+            piece.local = part.detach()
             # The dictionaries of hooks are the Python object's still: autograd is shown them again.
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 setattr(piece, name, getattr(piece, name))
             vars(piece).update(self._attributes[index])
             self._attributes[index] = vars(piece)
+        elif is_other or (is_real and not was_applied):
+            self._leave_shard(index, own.clone())
+            if is_other:
+                increment_version(part)
         else:
             piece.data = base
         return True
+
+    def _leave_shard(self, index: int, value: Tensor) -> None:
+        """Give a plain piece other memory than the shard's, which the user may have kept.
+
+        `kept = p.data; p.data = average; ...; p.data = kept`: what is kept is a view of the shard.
+        """
+        views = [self.pieces[index], self.parts[index]]
+        if self.is_alias:
+            views += [self.bases[index], *(leaves[index] for leaves in self._leaves.values())]
+        with torch._C.DisableTorchFunctionSubclass():
+            for view in views:
+                view.data = value.view(view.shape)
+        self._outside.add(index)
+        if len(self._outside) == len(self.pieces):  # nothing is left there: give the memory back
+            self.shard = self.shard.new_zeros(1).expand(len(self.shard))
+            self.full = self.shard if self.is_alias else self.full
 
     def copied(self, memo: dict[int, Any]) -> "FlatGroup":
         """The buffers of a copy of the module, whose parameters they become."""
@@ -496,6 +531,11 @@ class FlatGroup:
         if not self._start or self.versions != self._start_versions:
             return [None] * len(self.slots)
         return torch.stack(self._start).tolist()
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether its parameters are trained: all or none, unless a forward pass would refuse."""
+        return any(piece.requires_grad for piece in self.pieces)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -539,6 +579,10 @@ class FlatGroup:
     def _part_to_send(self) -> Tensor:
         """This rank's part as a gather takes it: on the device, in the computing dtype."""
         shard, offload = self.shard.detach(), self._offload
+        if self._outside:
+            shard = shard.clone(memory_format=torch.contiguous_format)
+            for (start, stop, at), part in zip(self.layout.pieces[0], self.parts, strict=True):
+                shard[at : at + stop - start] = part
         is_resident = offload is not None and not offload.parameters
         if is_resident and self.versions in self._resident:
             return self._resident[self.versions]
@@ -602,7 +646,8 @@ class FlatGroup:
             on_gradient: Called with (granule, slot index, leaf) when a leaf's gradient is complete.
                 None leaves gradients at the leaves, for `take_gradients`.
         """
-        if granule not in self._leaves:
+        key = granule, self.requires_grad
+        if key not in self._leaves:
             views = [base.detach() for base in self.bases]
             for index, view in enumerate(views if self.requires_grad else ()):
                 leaf = views[index] = torch.Tensor._make_subclass(_BufferView, view, True)
@@ -610,8 +655,10 @@ class FlatGroup:
                 leaf.origin = self.bases[index], self, index
                 if on_gradient is not None:
                     leaf.register_post_accumulate_grad_hook(partial(on_gradient, granule, index))
-            self._leaves[granule] = views
-        return self._leaves[granule]
+            for view in views:
+                setattr(view, GATHERED, True)
+            self._leaves[key] = views
+        return self._leaves[key]
 
     def drop_leaves(self) -> None:
         """Forget all leaves; the next forward pass makes new ones."""
@@ -621,7 +668,7 @@ class FlatGroup:
         """Take the gradients that lie at leaves, with the granule of each set that has any."""
         taken = []
         with torch._C.DisableTorchFunctionSubclass():  # quick: leaves watch what is done to them
-            for granule, leaves in self._leaves.items():
+            for (granule, _), leaves in self._leaves.items():
                 gradients = [leaf.grad for leaf in leaves]
                 if any(gradient is not None for gradient in gradients):
                     taken.append((granule, gradients))
@@ -634,6 +681,27 @@ class FlatGroup:
         """Whether gradients lie at leaves."""
         with torch._C.DisableTorchFunctionSubclass():
             return any(leaf.grad is not None for each in self._leaves.values() for leaf in each)
+
+    def show_held(self, is_held: list[bool]) -> None:
+        """Let `.grad` of pieces tell that this rank holds gradients of them, not summed yet."""
+        for slot, piece in enumerate(self.pieces):
+            if is_held[slot] and slot not in self._held:
+                self._held[slot] = HeldGradient(piece, self.unit.path(self, slot))
+                piece.grad = self._held[slot]
+
+    def take_cleared(self) -> list[int]:
+        """Take the parameters whose held gradient the user has cleared since."""
+        cleared = [slot for slot, held in self._held.items() if self.pieces[slot].grad is not held]
+        for slot in cleared:
+            del self._held[slot]
+        return cleared
+
+    def hide_held(self) -> None:
+        """Undo `show_held`: `.grad` of pieces is what was summed, if anything."""
+        for slot, held in self._held.items():
+            if self.pieces[slot].grad is held:
+                self.pieces[slot].grad = held.summed
+        self._held = {}
 
     def give_gradients(self, parts: list[tuple[int, Tensor]]) -> None:
         """Add the summed gradients to those of the pieces, or start to move them to the host.
@@ -682,6 +750,8 @@ def _add_gradient(piece: nn.Parameter, part: Tensor) -> None:
 
     Hooks on the piece run: by autograd itself, which costs a backward pass, where there are any.
     """
+    if not piece.requires_grad:  # frozen since the forward pass; as torch's own backward pass does
+        return
     is_sharded = isinstance(piece, ShardedTensor)
     gradient = ShardedTensor(part, piece.placement) if is_sharded else part.view(piece.shape)
     # A sharded one has a hook of ours, see `_make_piece`.

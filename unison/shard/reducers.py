@@ -185,6 +185,11 @@ class FastReducer:
             for used, gradient in zip(self.used, gradients, strict=True)
         ]
 
+    def forget(self, slot: int) -> None:
+        """Drop what was taken of one parameter."""
+        self._places[slot].zero_()
+        self.used[slot] = False
+
     def start(self) -> None:
         """Begin the reduce-scatter."""
         ranks = self._axes.shard

@@ -21,8 +21,9 @@ as the very object it is: `nn.Parameter(x)` calls `detach`, too.
 import itertools
 import math
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +113,12 @@ class ShardedTensor(Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The same elements, without history; to assign is to copy into them."""
+        """The same elements, without history; to assign is to copy the values.
+
+        Where the memory is stays as it is, since a flat buffer is gathered from it. So it is what
+        `.data` gave out before, the very `local`, that gets other memory, and keeps its values:
+        `kept = p.data; p.data = average; ...; p.data = kept` is right, as with plain tensors.
+        """
         return self.detach()
 
     @data.setter
@@ -122,7 +128,11 @@ class ShardedTensor(Tensor):
                 f"{self.placement.name!r} is {self.dtype} on {self.device} and cannot become "
                 f"{value.dtype} on {value.device}; move and cast parameters before sharding"
             )
+        if isinstance(value, ShardedTensor) and value.local is self.local:
+            return
         with torch.no_grad():
+            given, self.local = self.local, self.local.detach()
+            given.data = given.clone()
             self.copy_(value)
 
     def mean(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
@@ -200,6 +210,62 @@ class ShardedTensor(Tensor):
 
 def _refuse_place() -> int:
     raise NeedsWhole(f"a file needs the whole of a sharded parameter; {SAVING}")
+
+
+class HeldGradient(ShardedTensor):
+    """What `.grad` is while this rank's own gradient waits to be summed over ranks.
+
+    To clear it, as `zero_grad()` does, is to forget what waits. Anything else raises.
+
+    Attributes:
+        summed: What `.grad` was before: a sum over ranks, or None.
+    """
+
+    __slots__ = ("_name", "_parameter", "summed")
+    summed: Tensor | None
+
+    @staticmethod
+    def __new__(cls: type["HeldGradient"], parameter: nn.Parameter, name: str) -> "HeldGradient":
+        """Stand for the gradient of a parameter."""
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        made.summed, made._name, made._parameter = parameter.grad, name, weakref.ref(parameter)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let `zero_grad()` and autograd write; see the class."""
+        held = next(each for each in tree_iter((args, kwargs)) if type(each) is HeldGradient)
+        parameter = held._parameter()
+        is_there = parameter is not None and parameter.grad is held
+        if is_there and func is aten._foreach_zero_.default:  # of other gradients, too
+            for each in args[0]:
+                each.zero_()
+            return None
+        if is_there and func is aten.zero_.default:
+            parameter.grad = torch.zeros_like(parameter)
+            return held
+        if is_there and func is aten.add_.Tensor and args[0] is held and len(args) == 2:
+            # A term of the parameters alone, which autograd adds by itself.
+            held.summed = args[1].clone() if held.summed is None else held.summed.add_(args[1])
+            return held
+        return held.refuse()
+
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise, with the remedy."""
+        raise UnsupportedOperation(
+            f"the gradient of {self._name!r} is this rank's own and not summed over ranks yet; "
+            "call set_requires_gradient_sync(True) before the last backward pass of a step"
+        )
+
+    local = placement = property(refuse)  # type: ignore[assignment]
+    numpy = tolist = __array__ = __dlpack__ = storage = refuse  # type: ignore[assignment]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"HeldGradient(of {self._name!r}, not summed over ranks yet)"
 
 
 class _Plain(torch.autograd.Function):

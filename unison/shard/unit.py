@@ -217,12 +217,17 @@ class Unit:
                 )
         self._check_in_shard()
         for group in self.groups:
-            for slot, piece in zip(group.slots, group.pieces, strict=True):
-                if piece.requires_grad != group.requires_grad:
-                    raise BadInput(
-                        f"requires_grad of {slot.name!r} was changed after fully_shard; freeze "
-                        "parameters before sharding"
-                    )
+            is_trained = [piece.requires_grad for piece in group.pieces]
+            changed = [i for i, now in enumerate(is_trained) if now != group.was_trained]
+            # Gradients have one buffer; and what has been added up there belongs to an open step.
+            if changed and (len(changed) < len(is_trained) or group in self._reducers):
+                others = "trains" if group.was_trained else "has frozen"
+                raise BadInput(
+                    f"requires_grad of {group.slots[changed[0]].name!r} was changed after "
+                    f"fully_shard; change it before sharding, or, between two steps, of all "
+                    f"{len(is_trained)} parameters in {group.dtype} that {self.name!r} {others}"
+                )
+            group.was_trained = group.requires_grad
 
     def _check_in_shard(self) -> None:
         for name, what in self.take_back():
@@ -231,8 +236,8 @@ class Unit:
                 "replace parameters before sharding"
             )
 
-    def take_back(self) -> list[tuple[str, str]]:
-        """Undo copies that moved nothing, see `FlatGroup.take_back`.
+    def take_back(self, *, was_applied: bool = False) -> list[tuple[str, str]]:
+        """Undo copies that moved nothing, and take values assigned; see `FlatGroup.take_back`.
 
         Returns:
             Each parameter that was replaced or moved after sharding, and which of the two.
@@ -242,7 +247,7 @@ class Unit:
             for index, (slot, piece) in enumerate(zip(group.slots, group.pieces, strict=True)):
                 uses = group.uses[index]
                 is_in_place = all(module._parameters.get(name) is piece for module, name in uses)
-                if not is_in_place or not group.take_back(index):
+                if not is_in_place or not group.take_back(index, was_applied=was_applied):
                     found.append((slot.name, "moved" if is_in_place else "replaced"))
         return found
 
@@ -311,7 +316,7 @@ class Unit:
             for slot, (old, new) in enumerate(zip(noted, now, strict=True)):
                 if old != new:
                     raise UnsupportedOperation(
-                        f"parameter {self._path(group, slot)!r} was written in forward (or after "
+                        f"parameter {self.path(group, slot)!r} was written in forward (or after "
                         "unshard), where it is a gathered copy, so that the write would be lost; "
                         "write to it outside, under torch.no_grad() (nn.Embedding(max_norm=): "
                         "after optimizer.step(); initialisation by data: before fully_shard)"
@@ -362,14 +367,15 @@ class Unit:
 
     def refuse_changed(self, group: FlatGroup, slot: int) -> NoReturn:
         """Refuse a backward pass over values of a parameter that has changed since."""
-        path = self._path(group, slot)
+        path = self.path(group, slot)
         raise UnsupportedOperation(
             f"parameter {path!r} was changed after the forward pass whose backward pass needs "
             "its values; call backward() before optimizer.step() or load_state_dict(), or run the "
             "forward pass again"
         )
 
-    def _path(self, group: FlatGroup, slot: int) -> str:
+    def path(self, group: FlatGroup, slot: int) -> str:
+        """A parameter's name in the model."""
         name = group.slots[slot].name
         return name if self.name == "root" else f"{self.name}.{name}"
 
@@ -430,7 +436,7 @@ class Unit:
         gradient, leaf.grad = leaf.grad, None
         if self.is_reducing:
             self.context.finish_reduce()
-        if gradient is not None:
+        if gradient is not None and group.requires_grad:  # not frozen since the forward pass
             self._show(group, granule, [(slot, gradient)])
             reducer = self._reducer(group)
             assert isinstance(reducer, OrderedReducer)
@@ -478,7 +484,20 @@ class Unit:
 
     def hold_gradients(self) -> None:
         """Add the gradients at the leaves to those of earlier passes; they are summed later."""
+        self._collect_gradients()
         for group in self.trainable:
+            if group in self._reducers:
+                group.show_held(self._reducers[group].used)
+
+    def _collect_gradients(self) -> None:
+        for group in self.groups:
+            if not group.requires_grad:
+                group.drop_gradients()  # frozen since the forward pass
+                continue
+            for slot in group.take_cleared():
+                reducer = self._reducer(group)
+                assert isinstance(reducer, FastReducer)  # only that one holds
+                reducer.forget(slot)
             for granule, gradients in group.take_gradients():
                 self._show(group, granule, enumerate(gradients))
                 self._reducer(group).take(granule, gradients)
@@ -486,8 +505,9 @@ class Unit:
     def start_reduce(self) -> None:
         """Begin to sum the gradients over ranks; every rank does so for the same units."""
         with record_function(f"unison::reduce {self.name}"):
-            self.hold_gradients()
+            self._collect_gradients()
             for group in self.trainable:
+                group.hide_held()
                 self._reducer(group).start()
         self.is_reducing = True
 
@@ -532,6 +552,8 @@ class Unit:
 
     def forget_gradients(self) -> None:
         """Be ready for the next logical batch."""
+        for group in self.groups:
+            group.hide_held()
         self._reducers = {}
         self.is_reducing = False
 
