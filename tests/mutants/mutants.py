@@ -50,6 +50,7 @@ _CAPTURE = [
     ("reduced", "torch.where(low == high, high, MIXED)", "high"),
     ("RecomputeQueue.check", "not torch.equal(then, now)", "False"),
     ("buffers_unchanged", "each._version != version", "False"),
+    ("kept_attributes", "contents.extend((each, dict(each)) for each in hooks)", "pass"),
 ]
 _CLIP = [
     ("flat", "upper.clamp(min=max_norm)", "upper"),
@@ -144,6 +145,12 @@ _PRIVACY = [
     ("LossCheck.judge", "_refuse_reads(program)", "pass"),
     ("LossCheck.judge", "_refuse_changed(*known, rows.num_rows, numbers)", "pass"),
     ("LossCheck._refuse_uneven", "counts != counts[0]", "counts != counts"),
+    ("LossCheck._has_grown", "a > GROWTH * b", "False"),
+    ("Learning.has_new_number", "not is_recording() and any(", "False and any("),
+    ("Ledger.open", "ledger.spending, ledger.head = earlier.spending,", "_, ledger.head = 0,"),
+    ("is_assertion", "return False  # the truth is kept", "continue"),
+    ("is_assertion", "any(_is_covered(code, offset) for _, code, offset, _ in asking)", "False"),
+    ("LossRecorder._stored", "getattr(leaf, GATHERED, False)", "False"),
 ]
 _SHARD = [
     ("FastReducer.__init__", "like.new_zeros(", "like.new_ones("),
@@ -174,6 +181,7 @@ _SHARD = [
     ("Unit.give_unused", "(group, slot) in used_by_any", "True"),
     ("clip_grad_norm_", ".clamp(max=1.0)", ""),
     ("_nodes", "sorted(nodes, key=lambda node: node[0])", "nodes"),
+    ("Unit._collect_gradients", "reducer.forget(slot)", "pass"),
 ]
 _RNG = [
     ("open_sealed_key", "made_for.hex() != data", "False"),
@@ -243,6 +251,7 @@ _KFAC = [
     ("OwnerSums.take", "before.add_(vector)", "before"),
     ("KFAC._clip", "(bound / change) ** 0.5", "(bound / change)"),
     ("KFAC._is_due", "self.num_steps - last >=", "self.num_steps - last >"),
+    ("KFAC.forget", "self._passes = []", "pass"),
 ]
 BY_PACKAGE = {
     "ops": _OPS,

@@ -203,8 +203,9 @@ def caught(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     z = module(x)
     loss = F.cross_entropy(z, y)
     try:
-        assert z.exp().mean() < 50
-    except AssertionError:
+        if z.exp().mean() > 50:
+            raise ValueError("too large")
+    except ValueError:
         loss = 2 * loss
     return loss
 
@@ -212,6 +213,8 @@ def caught(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def kept(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     z = module(x)
     is_small = bool(z.exp().mean() < 50)
+    if x.ndim != 2:
+        raise ValueError("no rows")
     return F.cross_entropy(z, y) * is_small
 
 
