@@ -8,13 +8,14 @@ A table of the inverse maps x with tail probability p = x / 2^bits to |z| with P
 exponent of x and its next `sub_bits` bits pick a segment; the rest of the mantissa, measured from
 the middle of the segment, is the variable of a polynomial. Coefficients come from interpolation at
 Chebyshev nodes in 40 decimal digits and are written as hexadecimal floats, so they are exact. A
-segment of the coarse table ends with how far off it may be, of which docs/rng.md speaks.
+segment of the coarse table, of which docs/rng.md speaks, is two numbers: see `packed`.
 
 The table of the tail holds Taylor coefficients of T(z) = P(Z > z), each as the float64 nearest to
 it and the float64 nearest to what is left.
 """
 
 import argparse
+import struct
 import sys
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 
 from unison.kernels.random import (
     COARSE,
+    COARSE_ROWS,
     NUM_TAIL_COEFFICIENTS,
     NUM_TAILS,
     ORDINARY,
@@ -31,11 +33,11 @@ from unison.kernels.random import (
     TABLE_FILE,
     TAIL_STEPS,
     TableShape,
+    coarse_polynomials,
     inverse_table,
 )
 
 UNIT = 2.0**-53  # what rounding to float64 changes, at most, relative to the number
-FAR = 12  # octave below which 40 bits say nothing worth a bound
 
 
 def tail_quantile(p: Any) -> Any:
@@ -51,19 +53,45 @@ def tail_quantile(p: Any) -> Any:
 
 def segment_coefficients(shape: TableShape, octave: int, part: int) -> list[float]:
     """Return the polynomial of one segment, constant term first, each coefficient a float64."""
+    # x = 2^(bits-1) exactly, which is reached by rounding only, is p = 1/2.
+    if octave + shape.first_octave >= shape.bits - 1:
+        return [0.0] * shape.num_coefficients
+    return [float(c) for c in interpolated_coefficients(shape, octave, part)]
+
+
+def interpolated_coefficients(shape: TableShape, octave: int, part: int) -> list[Any]:
+    """Return the polynomial of one segment, constant term first, to 35 digits."""
     import mpmath as mp
 
-    octave += shape.first_octave
-    # x = 2^(bits-1) exactly, which is reached by rounding only, is p = 1/2.
-    if octave >= shape.bits - 1 or (shape is COARSE and octave < FAR):
-        return [0.0] * shape.num_coefficients
     n = shape.num_coefficients
     half = mp.mpf(2) ** -(shape.sub_bits + 1)
     middle = 1 + (2 * part + 1) * half
     nodes = [half * mp.cos((2 * i + 1) * mp.pi / (2 * n)) for i in range(n)]
-    values = [tail_quantile((middle + u) * mp.mpf(2) ** (octave - shape.bits)) for u in nodes]
+    to_p = mp.mpf(2) ** (octave + shape.first_octave - shape.bits)
+    values = [tail_quantile((middle + u) * to_p) for u in nodes]
     vandermonde = mp.matrix([[u**j for j in range(n)] for u in nodes])
-    return [float(c) for c in mp.lu_solve(vandermonde, mp.matrix(values))]
+    return list(mp.lu_solve(vandermonde, mp.matrix(values)))
+
+
+def packed(segment: int) -> tuple[float, float]:
+    """Return the two numbers of a segment of the coarse table: see `random.coarse_polynomials`."""
+    exact = interpolated_coefficients(COARSE, *divmod(segment, 1 << COARSE.sub_bits))
+    # c2 is the upper 24 bits of a float64, behind which c1 is the nearest that ends with them.
+    code2 = (_bits(float(exact[2])) + (1 << 39)) >> 40
+    bits1 = ((_bits(float(exact[1])) - code2 + (1 << 23)) >> 24 << 24) + code2
+    # The bound is rounded up, and has room for what its own place in c0, which is below 4, changes.
+    bound = reach(segment, (float(exact[0]), _float(bits1))) + 2.0**-36
+    code0 = (_bits(bound) >> 48) + 1
+    bits0 = ((_bits(float(exact[0])) - code0 + (1 << 15)) >> 16 << 16) + code0
+    return _float(bits0), _float(bits1)
+
+
+def _bits(x: float) -> int:
+    return int.from_bytes(struct.pack("<d", x), "little")
+
+
+def _float(bits: int) -> float:
+    return struct.unpack("<d", (bits & (1 << 64) - 1).to_bytes(8, "little"))[0]
 
 
 def table_lines(shape: TableShape) -> list[str]:
@@ -71,9 +99,10 @@ def table_lines(shape: TableShape) -> list[str]:
     import mpmath as mp
 
     def line(segment: int) -> str:
-        numbers = segment_coefficients(shape, *divmod(segment, 1 << shape.sub_bits))
         if shape is COARSE:
-            numbers += [reach(segment, numbers)]
+            numbers = packed(segment)
+        else:
+            numbers = segment_coefficients(shape, *divmod(segment, 1 << shape.sub_bits))
         return " ".join(each.hex() for each in numbers)
 
     with mp.workdps(40):
@@ -120,7 +149,20 @@ def inverse_error(shape: TableShape, segment: int) -> Any:
 
 
 def polynomial_error(shape: TableShape, segment: int, row: list[float]) -> Any:
-    """Return a bound of the error of |z| that a segment's polynomial makes in float64.
+    """Return a bound of the error of |z| that a segment's polynomial makes in float64."""
+    import mpmath as mp
+
+    if (segment >> shape.sub_bits) + shape.first_octave >= shape.bits - 1:
+        return mp.mpf(0)  # the one value there has |z| = 0 exactly
+    half = mp.mpf(2) ** -(shape.sub_bits + 1)
+    # Horner's scheme rounds a coefficient when it is stored, when it is added, and twice for each
+    # power of u; less where products and sums are fused.
+    rounded = sum((2 * i + 2) * abs(mp.mpf(c)) * half**i for i, c in enumerate(row))
+    return interpolation_error(shape, segment) + rounded * UNIT * (1 + mp.mpf(2) ** -40)
+
+
+def interpolation_error(shape: TableShape, segment: int) -> Any:
+    """Return a bound of what a segment's polynomial through Chebyshev nodes is off by.
 
     The n-th derivative of the quantile is P_n(z) / density^n but for its sign, with P_1 = 1 and
     P_{n+1} = P_n' + n z P_n: coefficients are positive, so P_n grows with z, while the Mills ratio
@@ -130,8 +172,6 @@ def polynomial_error(shape: TableShape, segment: int, row: list[float]) -> Any:
 
     n, half = shape.num_coefficients, mp.mpf(2) ** -(shape.sub_bits + 1)
     octave, part = divmod(segment, 1 << shape.sub_bits)
-    if octave + shape.first_octave >= shape.bits - 1:
-        return mp.mpf(0)  # the one value there has |z| = 0 exactly
     low = 1 + 2 * part * half
     to_p = mp.mpf(2) ** (octave + shape.first_octave - shape.bits)
     least, most = (tail_quantile((low + u) * to_p) for u in (2 * half, 0))
@@ -141,40 +181,44 @@ def polynomial_error(shape: TableShape, segment: int, row: list[float]) -> Any:
         polynomial = [a + k * b for a, b in zip(slope, [mp.mpf(0), *polynomial], strict=False)]
     mills = _tail(least) / _density(least)
     derivative = mp.polyval(polynomial[::-1], most) * (mills / low) ** n
-    interpolated = 2 * (half / 2) ** n * derivative / mp.factorial(n)
-    # Horner's scheme rounds a coefficient when it is stored, when it is added, and twice for each
-    # power of u; less where products and sums are fused.
-    rounded = sum((2 * i + 2) * abs(mp.mpf(c)) * half**i for i, c in enumerate(row))
-    return interpolated + rounded * UNIT * (1 + mp.mpf(2) ** -40)
+    return 2 * (half / 2) ** n * derivative / mp.factorial(n)
 
 
-def reach(segment: int, row: list[float]) -> float:
-    """Return a bound of |scaled - scale · Q(p)| / scale, where 40 bits of p are looked at.
+def reach(segment: int, row: tuple[float, float]) -> float:
+    """Return a bound of |scaled - scale · Q(p)| / scale, for a segment of the coarse table.
 
-    That is the polynomial's error, a unit of 2^-41 for the bits that are not looked at, where Q is
-    steepest, and a rounded product; infinity far in the tail.
+    That is what interpolation is off by, and what packing changed; half a unit of 2^-32 for the
+    bits that are not looked at, where Q is steepest; and roundings, of which Horner's scheme and
+    the product make less than 2^-48 together.
+
+    Args:
+        segment: Which.
+        row: Its two numbers.
     """
     import mpmath as mp
 
     octave, part = divmod(segment, 1 << COARSE.sub_bits)
-    if octave + COARSE.first_octave < FAR:
-        return float("inf")
+    exact = interpolated_coefficients(COARSE, octave, part)
+    used = row[0], row[1], _float(_bits(row[1]) << 40)
+    half = mp.mpf(2) ** -(COARSE.sub_bits + 1)
+    changed = sum(
+        abs(mp.mpf(a) - b) * half**i for i, (a, b) in enumerate(zip(used, exact, strict=True))
+    )
     begin = 1 + mp.mpf(part) / (1 << COARSE.sub_bits)
     farthest = tail_quantile(begin * mp.mpf(2) ** (octave + COARSE.first_octave - COARSE.bits))
-    unit = mp.mpf(2) ** -COARSE.bits / _density(farthest)
-    total = polynomial_error(COARSE, segment, row) + unit + 2 * farthest * UNIT
-    return float(total * (1 + mp.mpf(2) ** -20))
+    unit = mp.mpf(2) ** -(COARSE.bits + 1) / _density(farthest)
+    return float(interpolation_error(COARSE, segment) + changed + unit + mp.mpf(2) ** -48)
 
 
 def open_share(scale: float) -> float:
     """Return a bound of how many secure normals are open: a share of all."""
-    table = inverse_table(COARSE, torch.device("cpu"))
-    total = 0.0
-    for segment in range(COARSE.num_segments):
-        octave = (segment >> COARSE.sub_bits) + COARSE.first_octave
-        mass = 2.0 ** (octave - COARSE.sub_bits - COARSE.bits + 1)
-        total += mass * min(1.0, 2 * scale * reach(segment, table[:, segment].tolist()))
-    return total
+    first = COARSE_ROWS - COARSE.num_segments
+    rows = torch.arange(first, COARSE_ROWS)
+    *_, reaches = coarse_polynomials(rows)
+    octaves = (rows - first) // (1 << COARSE.sub_bits) + COARSE.first_octave
+    mass = 2.0 ** (octaves - COARSE.sub_bits - COARSE.bits + 1).double()
+    far = 2.0 ** (COARSE.first_octave - COARSE.bits + 1)
+    return far + float((mass * (2 * scale * reaches).clamp(max=1.0)).sum())
 
 
 def draw_distance(scale: float) -> Any:
@@ -233,7 +277,7 @@ def main() -> None:
         return
     lines = []
     for shape in (ORDINARY, COARSE, SECURE):
-        num_columns = shape.num_coefficients + (shape is COARSE)
+        num_columns = 2 if shape is COARSE else shape.num_coefficients
         lines += [f"{shape.name} {shape.num_segments} {num_columns}"]
         lines += table_lines(shape)
     lines += [f"tail {NUM_TAILS} {2 * NUM_TAIL_COEFFICIENTS}", *tail_lines()]

@@ -51,8 +51,11 @@ def many_cases():
             "VALUE": tl.bfloat16, "DTYPE": tl.bfloat16, "ADD": False, "ALIGNED": aligned,
             "TILE": k._COMBINE_TILE, **at_once}
         yield f"release noisy {aligned}", k.noisy_kernel, {"num_warps": 1, **plain}, {}, {
-            "VALUE": tl.int32, "DTYPE": tl.bfloat16, "ALIGNED": aligned,
-            "TILE": k._NOISY_TILE, **at_once}
+            "VALUE": tl.int32, "DTYPE": tl.bfloat16, "ALIGNED": aligned, "HAS_SUM": True,
+            "ADAMW": aligned, **at_once}
+        yield f"release open {aligned}", k.open_kernel, {"num_warps": 4, **plain}, {}, {
+            "VALUE": tl.bfloat16, "DTYPE": tl.bfloat16, "HAS_SUM": aligned, "ADAMW": aligned,
+            "AT_ONCE": k._OPEN_AT_ONCE}
     yield "add", k.release_kernel, {"num_warps": 8, **plain}, {}, {
         "VALUE": tl.float32, "DTYPE": tl.float32, "ADD": True, "ALIGNED": True,
         "TILE": k._COMBINE_TILE, **at_once}

@@ -348,6 +348,42 @@ def test_kernels_read_tables_that_were_filled_later():
             kernels.release(values, weights.expand(2, 2), None, 1.0, found)
         tables.fill()
         for (grid, args, options), row in zip(recorded, weights, strict=True):
-            given = [*args[:4], row.unsqueeze(0), *args[5:]]
+            given = [*args[:3], row.unsqueeze(0), *args[4:]]
             release[grid](*given, **options)
     assert_all_same_bits(found, expected)
+
+
+# ---- AdamW with the release ------------------------------------------------------------------
+
+
+@interpreted
+def test_a_step_of_adamw_is_taken_with_the_released_gradients():
+    """Of aligned and other tensors, whose elements may be open: by the formula of Adam."""
+    from unison.kernels import multi_tensor
+
+    gen = torch.Generator().manual_seed(5)
+    values = [torch.randn(2, *shape, generator=gen) for shape in ((40, 16), (7,), (513,))]
+    params, means = ([torch.randn(x.shape[1:], generator=gen) for x in values] for _ in range(2))
+    squares = [torch.rand(x.shape[1:], generator=gen) for x in values]
+    squares[1][0] = 0.0
+    numbers = torch.tensor([[1e-2, 0.9, 0.999, 1e-8, 0.1]]).repeat(3, 1)
+    numbers[1, 0] = 3e-2
+    given = [[x.clone() for x in each] for each in (params, means, squares)]
+    weights, steps = weights_of(3, 2), torch.tensor([3.0, 3.0, 4.0])
+    alone, found = outs_like(values), outs_like(values)
+    with as_on_cuda():
+        step = multi_tensor.AdamWStep(*given, multi_tensor.adamw_rates(numbers, steps))
+        noise = (recipes_of(3, distance=0.49), [0, 3, 512])
+        multi_tensor.release(values, weights, noise, 4.0, alone)
+        noise = (recipes_of(3, distance=0.49), [0, 3, 512])
+        multi_tensor.release(values, weights, noise, 4.0, found, step)
+    assert_all_same_bits(found, alone)
+    for i, gradient in enumerate(x.double() for x in found):
+        lr, beta1, beta2, eps, decay = numbers[i].double().tolist()
+        mean = beta1 * means[i].double() + (1 - beta1) * gradient
+        square = beta2 * squares[i].double() + (1 - beta2) * gradient.square()
+        t = float(steps[i])
+        change = mean / (1 - beta1**t) / ((square / (1 - beta2**t)).sqrt() + eps)
+        expected = params[i].double() * (1 - lr * decay) - lr * change, mean, square
+        for new, exact in zip((each[i] for each in given), expected, strict=True):
+            torch.testing.assert_close(new.double(), exact, rtol=3e-5, atol=1e-7)

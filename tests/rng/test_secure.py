@@ -147,9 +147,9 @@ def test_deciding_all_values_exactly_changes_none(std, spacing):
     assert torch.equal(*found)
 
 
-# Elements of a stream whose value is open by itself, as one in a hundred thousand is: near to the
-# middle of two grid points, or in the tail, where 40 bits say nothing.
-NEAR_ONES, FAR_ONES = (185924, 356377, 365401), (1700439, 4367197, 6731508)
+# Elements of a stream whose value is open by itself, as one in 400 is: near to the middle of two
+# grid points, or in the tail, where 31 bits say nothing.
+NEAR_ONES, FAR_ONES = (1255, 1509, 1885), (7803, 8341, 20655)
 
 
 @pytest.mark.parametrize("element", [*NEAR_ONES, *FAR_ONES])
@@ -157,32 +157,48 @@ def test_values_that_are_open_by_themselves(element):
     key = tuple((i * 2654435761) % 2**32 for i in range(1, 11))
     floats = secure_floats(0.7, 2.0**-20)
     recipe = Recipe(Cipher.CHACHA20, key, Distribution.SECURE_NORMAL, floats)
-    block = kernels.chacha20_blocks(torch.tensor(element // 12), key).tolist()
-    place = element % 12
-    nine = block[12 + place % 4] >> (23 - 9 * (place // 4)) & 0x1FF
-    w = (block[place] << 8) | (nine & 0xFF)
-    more = kernels.chacha20_blocks(torch.tensor((1 << 62) + element), key).tolist()[:2]
-    _, is_open = kernels.coarse_steps(torch.tensor([w]), floats[0], floats[2])
+    tile, place = divmod(element, 512)
+    number = 32 * tile + place % 128 // 4
+    own = kernels.chacha20_blocks(torch.tensor(number), key).tolist()[place // 128 * 4 + place % 4]
+    more = kernels.chacha20_blocks(torch.tensor((1 << 62) + element), key).tolist()[:3]
+    v = own & 0x7FFFFFFF
+    _, is_open = kernels.coarse_steps(torch.tensor([v]), floats[0], floats[2])
     assert bool(is_open)
-    assert (w < 1 << 20) == (element in FAR_ONES)
+    assert (v < 1 << 18) == (element in FAR_ONES)
+    bits = (v << 73) | (more[0] << 41) | (more[1] << 9) | (more[2] >> 23)
+    words = bits >> 64, bits >> 32 & 0xFFFFFFFF, bits & 0xFFFFFFFF
     with mpmath.workdps(60):
-        expected = rounded(p_of((w, *more)), floats[0]) * (-1 if nine >> 8 else 1)
+        expected = rounded(p_of(words), floats[0]) * (-1 if own >> 31 else 1)
     out = torch.empty(1, dtype=torch.float64)
     fill_rows(out, recipe, torch.tensor([element]), 1)
     assert float(out) / floats[1] == expected
 
 
-def test_no_two_elements_share_a_bit():
-    """Each has a word and nine bits of its own; of each of the last four words five are unused."""
-    seen = {}
-    for word in range(16):
-        for bit in range(32):
-            marked = torch.zeros(16, dtype=torch.int64)
-            marked[word] = 1 << bit
-            for at in kernels._secure_words(marked).nonzero().tolist():
-                seen.setdefault((word, bit), []).append(tuple(at))
-    assert 16 * 32 - len(seen) == 4 * 5
-    assert all(len(places) == 1 for places in seen.values())
+def test_a_hair_from_a_boundary_all_104_bits_decide():
+    """Where float64 of p would not do, by the three words that follow an element's own."""
+    generator, scale = random.Random(3), 0.7 * 2.0**20
+    own, more, expected = [], [], []
+    with mpmath.workdps(60):
+        for _ in range(40):
+            cell = math.floor(generator.uniform(0, 6) * scale)
+            boundary = mpmath.erfc((cell + mpmath.mpf("0.5")) / scale / mpmath.sqrt(2)) / 2
+            for side, steps in ((1, cell), (-1, cell + 1)):
+                w, *rest = words_of(
+                    boundary + side * (boundary * mpmath.mpf(2) ** -70 + mpmath.mpf(2) ** -104)
+                )
+                bits = ((w << 64) | (rest[0] << 32) | rest[1]) << 23
+                own.append(bits >> 96)
+                more.append([bits >> 64 & 0xFFFFFFFF, bits >> 32 & 0xFFFFFFFF, bits & 0xFFFFFFFF])
+                expected.append(steps)
+    found = kernels.decided_steps(torch.tensor(own), torch.tensor(more).T, scale)
+    assert found.tolist() == expected
+
+
+def test_every_element_has_a_word_of_its_own():
+    """Of the words of 32 blocks each is one element's; all are used."""
+    block, word = kernels.secure_places(torch.arange(3 * 512))
+    assert torch.equal((16 * block + word).sort().values, torch.arange(3 * 512))
+    assert block.view(3, 512).amax(1).tolist() == [31, 63, 95]
 
 
 # ---- the grid ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,6 +134,36 @@ says where a tensor begins in its parameter.
 """
 
 
+class AdamWStep(NamedTuple):
+    """What a step of AdamW takes besides gradients: lists of a tensor for each.
+
+    Attributes:
+        params: Parameters.
+        means: Averages of gradients; of the parameters' dtypes, like the next.
+        squares: Averages of their squares.
+        rates: Learning rate, β1, β2, ε, weight decay; the learning rate over 1 - β1^t, √(1 - β2^t)
+            and its inverse: float32 [tensors, 8].
+    """
+
+    params: Sequence[Tensor]
+    means: Sequence[Tensor]
+    squares: Sequence[Tensor]
+    rates: Tensor
+
+
+def adamw_rates(numbers: Tensor, steps: Tensor) -> Tensor:
+    """Return the rates of an `AdamWStep`, each number rounded as torch's fused AdamW does.
+
+    Args:
+        numbers: Learning rate, β1, β2, ε, weight decay: float32 [tensors, 5].
+        steps: t of each tensor, the step that is taken included: float32 [tensors].
+    """
+    lr, beta1, beta2 = numbers[:, 0], numbers[:, 1], numbers[:, 2]
+    root = (1 - torch.pow(beta2, steps)).sqrt()
+    made = [lr / (1 - torch.pow(beta1, steps)), root, 1 / root]
+    return torch.cat([numbers, torch.stack(made, 1)], 1)
+
+
 def squares(values: Sequence[Tensor]) -> Tensor:
     """Return Σ x² of every tensor [samples, ...] and sample: [tensors, samples], float64.
 
@@ -182,6 +212,7 @@ def release(
     noise: NoiseDraw | None,
     divisor: float,
     outs: Sequence[Tensor],
+    step: AdamWStep | None = None,
 ) -> None:
     """Combine in float64, round to the noise's grid, add the noise exactly, divide, and cast.
 
@@ -192,10 +223,13 @@ def release(
         noise: What to add; nothing, if it is not given.
         divisor: A public constant.
         outs: Contiguous; their dtype is that of the result.
+        step: Of AdamW, taken with the results in the same kernels. Only where there is noise, and
+            kernels take the tensors.
     """
     if is_fast(values):
-        _kernels().release(values, weights, noise, divisor, outs)
+        _kernels().release(values, weights, noise, divisor, outs, step=step)
         return
+    assert step is None
     totals = [torch.empty_like(out, dtype=torch.float64) for out in outs]
     combine(values, weights, totals)
     if noise is not None:

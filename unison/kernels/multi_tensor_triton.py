@@ -25,14 +25,21 @@ from torch import Tensor
 
 from unison.kernels import random
 from unison.kernels.available import on_device_of
-from unison.kernels.multi_tensor import NoiseDraw, on_device, tile_map
-from unison.kernels.random_triton import decided_steps, secure_steps, secure_words
+from unison.kernels.multi_tensor import AdamWStep, NoiseDraw, on_device, tile_map
+from unison.kernels.products_triton import INTERPRETED
+from unison.kernels.random_triton import decided_steps, secure_steps, secure_word, secure_words
 
 # Columns of the table, all int64.
-VALUES, STRIDE, NUMEL, OUT, FIRST, SAMPLES = (tl.constexpr(i) for i in range(6))
-WIDTH = tl.constexpr(6)
+VALUES, STRIDE, NUMEL, OUT, FIRST, SAMPLES, PARAM, MEAN, SQUARE = (
+    tl.constexpr(i) for i in range(9)
+)
+WIDTH = tl.constexpr(9)
 RECIPE, FLOATS_AT = tl.constexpr(random.RECIPE_LENGTH), tl.constexpr(random.FLOATS_AT)
-MAGIC, PER_BLOCK = tl.constexpr(random.ROUND_MAGIC), tl.constexpr(random.SECURE_PER_BLOCK)
+MAGIC = tl.constexpr(random.ROUND_MAGIC)
+TILE, BLOCKS = tl.constexpr(random.SECURE_TILE), tl.constexpr(random.SECURE_BLOCKS)
+QUARTER = tl.constexpr(random.SECURE_TILE // 4)
+LR, BETA1, BETA2, EPS, DECAY, STEP, ROOT, INVERSE_ROOT = (tl.constexpr(i) for i in range(8))
+NUM_RATES = tl.constexpr(8)
 
 
 @triton.jit
@@ -152,7 +159,7 @@ def _clipped(
 
 @triton.jit
 def release_kernel(
-    table, recipes, tensors, first_tiles, weights, coefficients, batch, factor,
+    table, tensors, first_tiles, weights, batch, factor,
     VALUE: tl.constexpr, DTYPE: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr, AT_ONCE: tl.constexpr, IS_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -195,88 +202,233 @@ def _noisy(total, steps, spacing, factor, DTYPE: tl.constexpr):
     return (total * factor).to(DTYPE)
 
 
+# --- AdamW, to the bit as torch's fused one ---------------------------------------------------
+
+
 @triton.jit
-def _decide(
-    candidates, begin, first, row, weights, recipe, coefficients, factor,
-    VALUE: tl.constexpr, DTYPE: tl.constexpr, AT_ONCE: tl.constexpr, IS_ONCE: tl.constexpr,
+def _reciprocal(x):
+    """Return 1 / x, nearly."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:  # noqa: RET505 - Triton needs the branches apart
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _inverse_root(x):
+    """Return 1 / √x, nearly."""
+    if INTERPRETED:
+        return 1.0 / tl.sqrt(x)
+    else:  # noqa: RET505 - Triton needs the branches apart
+        return tl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _adamw(param, gradient, mean, square, rates):
+    """Return parameter and averages after a step of AdamW, float32: see `multi_tensor.AdamWStep`.
+
+    A quotient and a root are nearly found, and then mended by what is left over, which a fused
+    multiply-add has exactly: so they are rounded as divisions and roots are, if numbers are neither
+    tiny nor huge, without the branches that those take for numbers that are.
+    """
+    beta1, beta2 = tl.load(rates + BETA1), tl.load(rates + BETA2)
+    param = tl.fma(-(tl.load(rates + LR) * tl.load(rates + DECAY)), param, param)
+    mean = tl.fma(beta1, mean, tl.fma(-beta1, gradient, gradient))
+    gradient = gradient * gradient
+    square = tl.fma(beta2, square, tl.fma(-beta2, gradient, gradient))
+    inverse = _inverse_root(square)
+    root = square * inverse
+    root = tl.fma(tl.fma(-root, root, square), 0.5 * inverse, root)
+    root = tl.where(square > 0.0, root, square)
+    correction, inverse = tl.load(rates + ROOT), tl.load(rates + INVERSE_ROOT)
+    ratio = root * inverse
+    ratio = tl.fma(tl.fma(-correction, ratio, root), inverse, ratio)
+    below, above = ratio + tl.load(rates + EPS), tl.load(rates + STEP) * mean
+    inverse = _reciprocal(below)
+    inverse = tl.fma(tl.fma(-below, inverse, 1.0), inverse, inverse)
+    change = above * inverse
+    change = tl.fma(tl.fma(-below, change, above), inverse, change)
+    change = tl.fma(tl.fma(-below, change, above), inverse, change)
+    change = tl.where(square == float("inf"), 0.0 * above, change)
+    return param - change, mean, square
+
+
+@triton.jit
+def _state(row, at, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return a tile of parameter and both averages, as they are stored."""
+    param = tl.load(_pointer(row, PARAM, DTYPE, ALIGNED) + at, mask=mask, other=0.0)
+    mean = tl.load(_pointer(row, MEAN, DTYPE, ALIGNED) + at, mask=mask, other=0.0)
+    square = tl.load(_pointer(row, SQUARE, DTYPE, ALIGNED) + at, mask=mask, other=0.0)
+    return param, mean, square
+
+
+@triton.jit
+def _take_step(
+    row, rates, at, mask, param, mean, square, gradient, is_kept,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write those elements again whose noise is open, one after the other.
+    """Take a step of AdamW with a gradient, but for elements that are kept as they are."""
+    param, mean, square = param.to(tl.float32), mean.to(tl.float32), square.to(tl.float32)
+    new = _adamw(param, gradient.to(tl.float32), mean, square, rates)
+    # Written as they were, and not left out: a thread's stores stay wide.
+    param = tl.where(is_kept, param, new[0]).to(DTYPE)
+    mean, square = tl.where(is_kept, mean, new[1]).to(DTYPE), tl.where(is_kept, square, new[2])
+    tl.store(_pointer(row, PARAM, DTYPE, ALIGNED) + at, param, mask=mask)
+    tl.store(_pointer(row, MEAN, DTYPE, ALIGNED) + at, mean, mask=mask)
+    tl.store(_pointer(row, SQUARE, DTYPE, ALIGNED) + at, square.to(DTYPE), mask=mask)
+
+
+# --- noise ----------------------------------------------------------------------------------------
+#
+# A block of the cipher makes sixteen elements, and a thread has four of them at a time. One element
+# in 400 is open: more of the cipher says what its noise is. A thread that stopped for it would hold
+# up 31 others, so that open elements are put on lists, and a second kernel takes them side by side.
+
+
+@triton.jit
+def _list_open(bits, lists, num_lists, capacity):
+    """Put elements of this program's tile on its list; of those that find no room, only the count.
 
     Args:
-        candidates: Which they are, and -1 for those that are not.
-        begin: Where their tile begins, in this tensor.
-        first: The same in the stream of noise.
-        row: Of the table.
-        weights: Of the tensor's samples.
-        recipe: Of its noise.
-        coefficients: See `decided_steps`.
-        factor: See `noisy_kernel`, as all others.
-        VALUE: Of the sums.
-        DTYPE: Of the output.
-        AT_ONCE: See `_weighted`.
-        IS_ONCE: The same.
+        bits: Of each thread's sixteen elements, which are open [BLOCKS].
+        lists: A count for every list, and then the lists, of elements by program and place.
+        num_lists: How many.
+        capacity: Of each.
     """
-    spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
-    last = tl.max(candidates, 0)
-    while last >= 0:
-        at = begin + last + tl.arange(0, 1)
-        total = _clipped(row, weights, at, at >= 0, VALUE, False, 1, AT_ONCE, IS_ONCE)
-        steps = decided_steps(first + last, recipe, coefficients)
-        out = _pointer(row, OUT, DTYPE, False)
-        tl.store(out + at, _noisy(total, steps, spacing, factor, DTYPE))
-        last = tl.max(tl.where(candidates < last, candidates, -1), 0)
+    lane, which = tl.arange(0, BLOCKS), tl.program_id(0) % num_lists
+    own = lists + num_lists + which.to(tl.int64) * capacity
+    while tl.max(bits, 0) > 0:
+        lowest = bits & -bits
+        word = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        place = word // 4 * QUARTER + lane * 4 + word % 4
+        at = tl.atomic_add(lists + which + lane * 0, 1, mask=bits != 0, sem="relaxed")
+        entry = tl.program_id(0).to(tl.int64) * TILE + place
+        tl.store(own + at, entry, mask=(bits != 0) & (at < capacity))
+        bits = bits ^ lowest
 
 
 @triton.jit
 def noisy_kernel(
-    table, recipes, tensors, first_tiles, weights, coefficients, batch, factor,
+    table, recipes, tensors, first_tiles, weights, coefficients, lists, rates, batch, factor,
+    recipe_stride, num_lists, capacity,
     VALUE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, AT_ONCE: tl.constexpr, IS_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr, IS_ONCE: tl.constexpr, HAS_SUM: tl.constexpr, ADAMW: tl.constexpr,
 ):  # fmt: skip
     """One tile of the clipped sum with noise, times `factor`: one over the divisor.
 
     The sum is rounded to the noise's grid, the noise is added exactly, in float64, and the result
-    is rounded to float32 and divided ([Note: finalise] in unison/privacy/noise.py). A block of the
-    cipher makes twelve elements, and a thread has four of them at a time.
+    is rounded to float32 and divided ([Note: finalise] in unison/privacy/noise.py); if asked, AdamW
+    takes its step with it. What is written for open elements does not count: see `open_kernel`.
     """
     program = tl.program_id(0)
     tensor = tl.load(tensors + program)
-    row = table + tensor * WIDTH
+    row, rates = table + tensor * WIDTH, rates + tensor * NUM_RATES
     weights += tensor * batch
-    recipe, begin = recipes + tensor * RECIPE, _number(row, FIRST, ALIGNED)
+    recipe, begin = recipes + tensor * recipe_stride, _number(row, FIRST, ALIGNED)
     tile = program - tl.load(first_tiles + tensor)
-    block = (begin // TILE + tile) * (TILE // PER_BLOCK)
-    lane = tl.arange(0, TILE // 3)
-    place = (lane // 4) * PER_BLOCK + lane % 4
+    block = (begin // TILE + tile) * BLOCKS + tl.arange(0, BLOCKS)
     begin = tile * TILE - begin % TILE
     numel = _number(row, NUMEL, ALIGNED)
     spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
     out = _pointer(row, OUT, DTYPE, ALIGNED)
-    at0, at1, at2 = begin + place, begin + 4 + place, begin + 8 + place
-    mask0 = (at0 >= 0) & (at0 < numel)
-    mask1 = (at1 >= 0) & (at1 < numel)
-    mask2 = (at2 >= 0) & (at2 < numel)
+    lane = tl.arange(0, QUARTER)
+    # So that no access is wider than what a thread has: the compiler believes arithmetic.
+    at0 = begin + lane // 4 * 4 + lane % 4
+    at1, at2, at3 = at0 + QUARTER, at0 + 2 * QUARTER, at0 + 3 * QUARTER
+    mask0, mask1 = (at0 >= 0) & (at0 < numel), (at1 >= 0) & (at1 < numel)
+    mask2, mask3 = (at2 >= 0) & (at2 < numel), (at3 >= 0) & (at3 < numel)
     # What the noise is added to is asked for before the cipher runs, and is there when it has.
-    total0 = _clipped(row, weights, at0, mask0, VALUE, ALIGNED, TILE // 3, AT_ONCE, IS_ONCE)
-    total1 = _clipped(row, weights, at1, mask1, VALUE, ALIGNED, TILE // 3, AT_ONCE, IS_ONCE)
-    total2 = _clipped(row, weights, at2, mask2, VALUE, ALIGNED, TILE // 3, AT_ONCE, IS_ONCE)
-    w0, w1, w2, shared = secure_words(block + tl.arange(0, TILE // PER_BLOCK), recipe)
-    steps, is_open = secure_steps(w0, shared, recipe, coefficients)
-    tl.store(out + at0, _noisy(total0, steps, spacing, factor, DTYPE), mask=mask0)
-    open0 = tl.where(is_open & mask0, place, -1)
-    steps, is_open = secure_steps(w1, shared << 9, recipe, coefficients)
-    tl.store(out + at1, _noisy(total1, steps, spacing, factor, DTYPE), mask=mask1)
-    open1 = tl.where(is_open & mask1, place, -1)
-    steps, is_open = secure_steps(w2, shared << 18, recipe, coefficients)
-    tl.store(out + at2, _noisy(total2, steps, spacing, factor, DTYPE), mask=mask2)
-    open2 = tl.where(is_open & mask2, place, -1)
-    if tl.max(tl.maximum(tl.maximum(open0, open1), open2), 0) >= 0:
-        tl.debug_barrier()  # what is decided here is written after what is written above
-        for i in tl.static_range(3):
-            candidates = open0 if i == 0 else (open1 if i == 1 else open2)
-            _decide(
-                candidates, begin + 4 * i, block * PER_BLOCK + 4 * i, row, weights, recipe,
-                coefficients, factor, VALUE, DTYPE, AT_ONCE, IS_ONCE,
+    total0 = tl.zeros((QUARTER,), dtype=tl.float64)
+    total1, total2, total3 = total0, total0, total0
+    if HAS_SUM:
+        total0 = _clipped(row, weights, at0, mask0, VALUE, ALIGNED, QUARTER, AT_ONCE, IS_ONCE)
+        total1 = _clipped(row, weights, at1, mask1, VALUE, ALIGNED, QUARTER, AT_ONCE, IS_ONCE)
+        total2 = _clipped(row, weights, at2, mask2, VALUE, ALIGNED, QUARTER, AT_ONCE, IS_ONCE)
+        total3 = _clipped(row, weights, at3, mask3, VALUE, ALIGNED, QUARTER, AT_ONCE, IS_ONCE)
+    if ADAMW:
+        param0, mean0, square0 = _state(row, at0, mask0, DTYPE, ALIGNED)
+        param1, mean1, square1 = _state(row, at1, mask1, DTYPE, ALIGNED)
+        param2, mean2, square2 = _state(row, at2, mask2, DTYPE, ALIGNED)
+        param3, mean3, square3 = _state(row, at3, mask3, DTYPE, ALIGNED)
+    w0, w1, w2, w3 = secure_words(block, recipe)
+    bits = tl.zeros((BLOCKS,), dtype=tl.int32)
+    for i in tl.static_range(4):
+        at = at0 if i == 0 else (at1 if i == 1 else (at2 if i == 2 else at3))
+        mask = mask0 if i == 0 else (mask1 if i == 1 else (mask2 if i == 2 else mask3))
+        total = total0 if i == 0 else (total1 if i == 1 else (total2 if i == 2 else total3))
+        words = w0 if i == 0 else (w1 if i == 1 else (w2 if i == 2 else w3))
+        steps, is_open = secure_steps(words, recipe, coefficients)
+        gradient = _noisy(total, steps, spacing, factor, DTYPE)
+        tl.store(out + at, gradient, mask=mask)
+        if ADAMW:
+            param = param0 if i == 0 else (param1 if i == 1 else (param2 if i == 2 else param3))
+            mean = mean0 if i == 0 else (mean1 if i == 1 else (mean2 if i == 2 else mean3))
+            square = (
+                square0 if i == 0 else (square1 if i == 1 else (square2 if i == 2 else square3))
+            )
+            _take_step(row, rates, at, mask, param, mean, square, gradient, is_open, DTYPE, ALIGNED)
+        marks = (is_open & mask).to(tl.int32) << (4 * i + lane % 4)
+        bits |= tl.sum(tl.reshape(marks, (BLOCKS, 4)), 1)
+    _list_open(bits, lists, num_lists, capacity)
+
+
+@triton.jit
+def open_kernel(
+    table, recipes, tensors, first_tiles, weights, coefficients, lists, rates, batch, factor,
+    recipe_stride, num_lists, capacity, num_tiles,
+    VALUE: tl.constexpr, DTYPE: tl.constexpr, AT_ONCE: tl.constexpr,
+    HAS_SUM: tl.constexpr, ADAMW: tl.constexpr,
+):  # fmt: skip
+    """What `noisy_kernel` does, for the open elements of one list.
+
+    If there were more than it holds, for those of all tiles whose list it is.
+    """
+    which = tl.program_id(0)
+    count = tl.load(lists + which).to(tl.int32)
+    own = lists + num_lists + which.to(tl.int64) * capacity
+    num_listed = count
+    if count > capacity:
+        num_listed, count = 0, tl.cdiv(num_tiles - which, num_lists) * TILE
+    for start in range(0, count, AT_ONCE):
+        i = start + tl.arange(0, AT_ONCE)
+        inside, is_listed = i < count, i < num_listed
+        listed = tl.load(own + i, mask=is_listed, other=0)
+        entry = (which + i // TILE * num_lists).to(tl.int64) * TILE + i % TILE
+        entry = tl.where(is_listed, listed, entry)
+        program = tl.where(inside, entry // TILE, 0).to(tl.int32)
+        tensor = tl.load(tensors + program)
+        row, recipe = table + tensor * WIDTH, recipes + tensor * recipe_stride
+        first = tl.load(row + FIRST)
+        place = (program - tl.load(first_tiles + tensor)) * TILE + entry % TILE
+        at, element = place - first % TILE, first // TILE * TILE + place
+        mask = inside & (at >= 0) & (at < tl.load(row + NUMEL))
+        words = secure_word(element, recipe)
+        is_open = secure_steps(words, recipe, coefficients)[1]
+        steps = decided_steps(element, words, recipe, coefficients)
+        mask &= is_open
+        total = tl.zeros((AT_ONCE,), dtype=tl.float64)
+        if HAS_SUM:
+            values, weight = (
+                tl.load(row + VALUES).to(tl.pointer_type(VALUE)),
+                weights + tensor * batch,
+            )
+            for sample in range(batch):
+                w = tl.load(
+                    weight + sample, mask=mask & (sample < tl.load(row + SAMPLES)), other=0.0
+                )
+                total += _share(values + sample * tl.load(row + STRIDE), w, at, mask, AT_ONCE)
+        spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
+        gradient = _noisy(total, steps, spacing, factor, DTYPE)
+        tl.store(tl.load(row + OUT).to(tl.pointer_type(DTYPE)) + at, gradient, mask=mask)
+        if ADAMW:
+            param, mean, square = _state(row, at, mask, DTYPE, False)
+            _take_step(
+                row, rates + tensor * NUM_RATES, at, mask, param, mean, square, gradient,
+                mask == 0, DTYPE, False,
             )  # fmt: skip
 
 
@@ -291,8 +443,12 @@ _DTYPES = {
     torch.int64: tl.int64,
 }
 _SQUARE_TILE, _COMBINE_TILE = 8192, 4096
-_NOISY_TILE = 384  # one block of the cipher to each thread of a single warp
 _SAMPLES_AT_ONCE = 4
+_MOST_LISTS, _OPEN_AT_ONCE = 4096, 128
+_MOST_ROWS = 1 << 16  # in one launch
+_OPEN_SHARE = (
+    1 / 256
+)  # of elements, and more than that: no list overflows, and all is right if one does
 
 
 def _launches(
@@ -300,6 +456,7 @@ def _launches(
     outs: Sequence[Tensor] | None = None,
     starts: Sequence[int] | None = None,
     size: int = 1,
+    stepped: Sequence[Sequence[Tensor]] = (),
 ) -> Iterator[tuple[Tensor | None, dict[str, Any], tuple[int, ...], Tensor]]:
     """Cut many tensors into launches: of one dtype each, and as aligned as the loads are wide.
 
@@ -308,6 +465,7 @@ def _launches(
         outs: Where the results go, if anywhere.
         starts: Each tensor's first element in its parameter; 0 unless given.
         size: Elements of a tile, before which elements are skipped that are not a tensor's own.
+        stepped: Parameters, and both averages of AdamW, of the outputs' shapes and dtypes.
 
     Yields:
         Which of all tensors they are, or None for all; what a kernel is compiled for (VALUE,
@@ -326,7 +484,9 @@ def _launches(
     if starts is not None:
         table[:, FIRST] = starts
     is_aligned = (table[:, NUMEL] | table[:, STRIDE] | table[:, FIRST]) % 8 == 0
-    for column in (VALUES, OUT):
+    for column, tensors in zip((PARAM, MEAN, SQUARE), stepped, strict=False):
+        table[:, column] = [each.data_ptr() for each in tensors]
+    for column in (VALUES, OUT, PARAM, MEAN, SQUARE):
         is_aligned &= table[:, column] % 16 == 0
     made = values if outs is None else outs
     dtypes = [(a.dtype, b.dtype) for a, b in zip(values, made, strict=True)]
@@ -375,35 +535,86 @@ def release(
     outs: Sequence[Tensor],
     *,
     add: bool = False,
+    step: AdamWStep | None = None,
 ) -> None:
     """See `multi_tensor.release` and `combine`."""
+    if noise is not None:
+        _add_noise(values, weights, noise, divisor, outs, step)
+        return
     # Sums and per-sample gradients may come together: a row of weights is as long as the longest.
     device, batch = values[0].device, weights.shape[1]
-    size = _COMBINE_TILE if noise is None else _NOISY_TILE
-    all_recipes, starts = (weights, None) if noise is None else noise
-    for index, constants, numels, table in _launches(values, outs, starts, size):
-        tensors, first = tile_map(numels, size, device)
-        recipes = all_recipes if noise is None or index is None else all_recipes[index]
-        given = (
-            table, recipes, tensors, first, weights if index is None else weights[index],
-            random.kernel_table(random.COARSE, device), batch, 1.0 / divisor,
-        )  # fmt: skip
-        options = constants | {
-            "TILE": size,
-            "AT_ONCE": max(1, min(batch, _SAMPLES_AT_ONCE)),
-            "IS_ONCE": batch <= _SAMPLES_AT_ONCE,
-        }
+    for index, constants, numels, table in _launches(values, outs):
+        tensors, first = tile_map(numels, _COMBINE_TILE, device)
         with on_device_of(weights):
-            if noise is None:
-                release_kernel[(len(tensors),)](
-                    *given, **options, ADD=add, num_warps=8, enable_fp_fusion=False
-                )
-            else:
-                noisy_kernel[(len(tensors),)](
-                    *given, **options, num_warps=1, enable_fp_fusion=False
-                )
-        if noise is not None and index is not None:
+            release_kernel[(len(tensors),)](
+                table, tensors, first, weights if index is None else weights[index], batch,
+                1.0 / divisor, **constants, ADD=add, TILE=_COMBINE_TILE, **_samples_of(batch),
+                num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip
+
+
+def _samples_of(batch: int) -> dict[str, Any]:
+    at_once = max(1, min(batch, _SAMPLES_AT_ONCE))
+    return {"AT_ONCE": at_once, "IS_ONCE": batch <= _SAMPLES_AT_ONCE}
+
+
+def _add_noise(
+    values: Sequence[Tensor],
+    weights: Tensor | None,
+    noise: NoiseDraw,
+    divisor: float,
+    outs: Sequence[Tensor],
+    step: AdamWStep | None = None,
+) -> None:
+    """Write sums with noise, or noise alone where there are no weights; and take AdamW's steps."""
+    device, batch = outs[0].device, 0 if weights is None else weights.shape[1]
+    all_recipes, starts = noise
+    stepped = () if step is None else (step.params, step.means, step.squares)
+    coefficients = random.kernel_table(random.COARSE, device)
+    for index, constants, numels, table in _launches(values, outs, starts, TILE.value, stepped):
+        tensors, first = tile_map(numels, TILE.value, device)
+        num_lists = min(_MOST_LISTS, len(tensors))
+        expected = -(-len(tensors) // num_lists) * TILE.value * _OPEN_SHARE
+        capacity = -(-int(expected + 8 * expected**0.5 + 32) // 16) * 16
+        lists = torch.empty(num_lists * (1 + capacity), dtype=torch.int64, device=device)
+        lists[:num_lists] = 0
+        rows = [all_recipes, weights, None if step is None else step.rates]
+        if index is not None:
+            rows = [x if x is None or len(x) == 1 else x[index] for x in rows]
+        recipes, own_weights, rates = (x if x is not None else table for x in rows)
+        given = (
+            table, recipes, tensors, first, own_weights, coefficients, lists, rates, batch,
+            1.0 / divisor, 0 if len(recipes) == 1 else RECIPE.value, num_lists, capacity,
+        )  # fmt: skip
+        options = constants | {"HAS_SUM": weights is not None, "ADAMW": step is not None}
+        with on_device_of(outs[0]):
+            noisy_kernel[(len(tensors),)](
+                *given, **options, **_samples_of(batch), num_warps=1, enable_fp_fusion=False
+            )
+            del options["ALIGNED"]
+            open_kernel[(num_lists,)](
+                *given, len(tensors), **options, AT_ONCE=_OPEN_AT_ONCE, num_warps=4,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+        if index is not None and len(recipes) > 1:
             recipes.zero_()  # a copy: the key does not stay behind in device memory
+
+
+def draw_rows(out: Tensor, recipe: Tensor, starts: Sequence[int]) -> None:
+    """Fill rows with secure normals, each from a number on in the same stream.
+
+    Args:
+        out: [rows, elements], float32 or float64.
+        recipe: Of the stream; zeros afterwards, wherever it is.
+        starts: The first of each row.
+    """
+    recipes = recipe.to(out.device, non_blocking=True)[None]
+    if recipes.device != recipe.device:
+        recipe.zero_()  # it holds the key
+    for first in range(0, len(out), _MOST_ROWS):
+        rows, some = out[first : first + _MOST_ROWS], starts[first : first + _MOST_ROWS]
+        _add_noise(rows.unsqueeze(1).unbind(), None, (recipes, some), 1.0, rows.unbind())
+    recipes.zero_()  # in stream order: the key does not stay behind in device memory
 
 
 # --- sums over tokens, for biases and for the gain and the offset of a norm -----------------------

@@ -75,7 +75,7 @@ _R16, _R12, _R8, _R7, _R20, _R24, _R25 = _ROTATES
 _UNIFORM24, _UNIFORM53 = int(Distribution.UNIFORM24), int(Distribution.UNIFORM53)
 _NORMAL, _TRUNCATED = int(Distribution.NORMAL), int(Distribution.TRUNCATED)
 _SECURE_NORMAL = int(Distribution.SECURE_NORMAL)
-_PER_BLOCK = random.SECURE_PER_BLOCK
+_SECURE_TILE, _SECURE_BLOCKS = random.SECURE_TILE, random.SECURE_BLOCKS
 
 
 @jit
@@ -135,11 +135,20 @@ def _double_round(x):
 
 
 @jit
-def _chacha_words(words, first, num_blocks, state, x):
-    """Write the 16 words of each block; `state` [16 * LANES] holds constants, key and nonce."""
+def _chacha_words(words, blocks, num_blocks, key):
+    """Write the 16 words of each of the first blocks, of which there are at least LANES."""
+    state = np.empty(16 * LANES, np.uint32)
+    x = np.empty(16 * LANES, np.uint32)
+    for j in range(LANES):
+        for i in range(4):
+            state[i * LANES + j] = _CONSTANTS[i]
+        for i in range(8):
+            state[(4 + i) * LANES + j] = np.uint32(key[i])
+        for i in range(2):
+            state[(14 + i) * LANES + j] = np.uint32(key[8 + i])
     for group in range(0, num_blocks, LANES):
         for j in range(LANES):
-            block = first + _U(group + j)
+            block = _U(blocks[min(group + j, num_blocks - 1)])
             state[12 * LANES + j] = np.uint32(block & _M)
             state[13 * LANES + j] = np.uint32(block >> _B32)
         for i in range(16):  # a loop: `x[:] = state` would compile numba's broadcasting for seconds
@@ -157,46 +166,70 @@ def _chacha_words(words, first, num_blocks, state, x):
 
 
 @jit
-def _inverse_tails(tile, v, is_secure, tables, reach, n):
-    """Write |z| for each v: see `random.inverse_tail`; if secure, how far it may be off, too."""
+def _inverse_tails(tile, v, tables, n):
+    """Write |z| for each v: see `random.inverse_tail`."""
     # Which is compiled once and kept on disk, so that numbers which may change are arguments.
-    ordinary, coarse, numbers, middles = tables
-    coefficients = coarse if is_secure else ordinary
-    degree, shift, offset = numbers[1] if is_secure else numbers[0]
-    middle = middles[1] if is_secure else middles[0]
-    behind = 0.5 if is_secure else 0.0
+    coefficients, _, numbers, middles = tables
+    degree, shift, offset = numbers[0]
     mask = (np.int64(1) << shift) - 1
     bits = tile.view(np.int64)
     segment = np.empty(TILE, np.int64)
     u = np.empty(TILE, np.float64)
     u_bits = u.view(np.int64)
     for i in range(n):
-        tile[i] = np.float64(v[i]) + behind
+        tile[i] = np.float64(v[i])
     for i in range(n):
         segment[i] = (bits[i] >> shift) - offset
         u_bits[i] = (bits[i] & mask) | random.ONE_BITS
     top = coefficients[degree]
     for i in range(n):
-        u[i] = u[i] - middle
+        u[i] = u[i] - middles[0]
         tile[i] = top[segment[i]]
     for d in range(degree - 1, -1, -1):
         row = coefficients[d]
         for i in range(n):
             tile[i] = tile[i] * u[i] + row[segment[i]]
-    if is_secure:
-        row = coefficients[degree + 1]
-        for i in range(n):
-            reach[i] = row[segment[i]]
 
 
 @jit
-def _secure_words(v, is_negative, words, num_blocks):
-    """Write 40 bits and the sign of each element of blocks: see `random.element_words`."""
-    for j in range(num_blocks):
-        for i in range(_PER_BLOCK):
-            nine = np.int64(words[16 * j + _PER_BLOCK + i % 4]) >> (23 - 9 * (i // 4))
-            v[_PER_BLOCK * j + i] = (np.int64(words[16 * j + i]) << 8) | (nine & 0xFF)
-            is_negative[_PER_BLOCK * j + i] = (nine >> 8) & 1
+def _coarse_steps(tile, v, floats, tables, n):
+    """Write |steps| for each v, and -1 to v where they are open: see `random.coarse_steps`."""
+    _, table, numbers, middles = tables
+    _, shift, offset = numbers[1]
+    mask = (np.int64(1) << shift) - 1
+    bits = tile.view(np.int64)
+    u, c0, c1 = np.empty(TILE, np.float64), np.empty(TILE, np.float64), np.empty(TILE, np.float64)
+    c2, reach = np.empty(TILE, np.float64), np.empty(TILE, np.float64)
+    u_bits, bits0, bits1 = u.view(np.int64), c0.view(np.int64), c1.view(np.int64)
+    bits2, reach_bits = c2.view(np.int64), reach.view(np.int64)
+    for i in range(n):
+        tile[i] = (np.float64(v[i]) + 0.5) * 2.0**-31
+    for i in range(n):
+        row = 2 * ((bits[i] >> shift) - offset)
+        u_bits[i] = (bits[i] & mask) | random.ONE_BITS
+        bits0[i], bits1[i] = table[row], table[row + 1]
+    for i in range(n):
+        bits2[i], reach_bits[i] = bits1[i] << 40, bits0[i] << 48
+    num_open = 0
+    for i in range(n):
+        place = u[i] - middles[1]
+        scaled = ((c2[i] * place + c1[i]) * place + c0[i]) * floats[0]
+        tile[i] = scaled + random.ROUND_MAGIC - random.ROUND_MAGIC
+        is_open = abs(scaled - tile[i]) > floats[2] - reach[i] * floats[0]
+        v[i] = -1 if is_open else v[i]
+        num_open += is_open
+    return num_open
+
+
+@jit
+def _secure_words(v, is_negative, words, skipped, n):
+    """Write 31 bits and the sign of each element, of tiles of which some elements are skipped."""
+    for i in range(n):
+        tile, place = (skipped + i) // _SECURE_TILE, (skipped + i) % _SECURE_TILE
+        block = tile * _SECURE_BLOCKS + place % (4 * _SECURE_BLOCKS) // 4
+        word = np.int64(words[16 * block + place // (4 * _SECURE_BLOCKS) * 4 + place % 4])
+        v[i] = word & 0x7FFFFFFF
+        is_negative[i] = word >> 31
 
 
 @jit
@@ -204,7 +237,7 @@ def _draw_floats(tile, words, at, n, distribution, floats, ints, tables, v, is_n
     """Write the float64 values of n elements whose words begin at words[at].
 
     Secure normals have v and signs instead of words. Returns how many of them are open, to be
-    decided exactly: their v[i] is -1 from then on.
+    decided by more bits: their v[i] is -1 from then on.
     """
     if distribution == _UNIFORM24:
         for i in range(n):
@@ -226,24 +259,17 @@ def _draw_floats(tile, words, at, n, distribution, floats, ints, tables, v, is_n
             is_negative[i] = rank < (1 << 31)
             v[i] = ((rank if rank < (1 << 31) else random.MASK32 - rank) << 1) | 1
 
-    reach = np.empty(TILE, np.float64)
-    is_normal = distribution != _UNIFORM24 and distribution != _UNIFORM53
-    if is_normal:  # one call site: the function is inlined, and compiled again, at each
-        _inverse_tails(tile, v, distribution == _SECURE_NORMAL, tables, reach, n)
-        for i in range(n):
-            tile[i] = -tile[i] if is_negative[i] else tile[i]
     num_open = 0
     if distribution == _SECURE_NORMAL:
+        num_open = _coarse_steps(tile, v, floats, tables, n)
+    elif distribution != _UNIFORM24 and distribution != _UNIFORM53:
+        _inverse_tails(tile, v, tables, n)
+    if distribution != _UNIFORM24 and distribution != _UNIFORM53:
         for i in range(n):
-            scaled = tile[i] * floats[0]
-            steps = scaled + random.ROUND_MAGIC - random.ROUND_MAGIC
-            is_open = abs(scaled - steps) > floats[2] - reach[i] * floats[0]
-            v[i] = -1 if is_open else v[i]
-            num_open += is_open
-            tile[i] = steps * floats[1]
-    else:
-        for i in range(n):
-            tile[i] = tile[i] * floats[1] + floats[0]
+            tile[i] = -tile[i] if is_negative[i] else tile[i]
+    scale, offset = floats[1], 0.0 if distribution == _SECURE_NORMAL else floats[0]
+    for i in range(n):
+        tile[i] = tile[i] * scale + offset
     if distribution != _NORMAL and distribution != _SECURE_NORMAL:
         for i in range(n):
             tile[i] = min(max(tile[i], floats[2]), floats[3])
@@ -264,47 +290,39 @@ def _fill_tiles(
     """
     out_float32, out_float64, out_uint8 = outs
     words_per_block = 4 if cipher == _PHILOX else 16
-    words = np.empty((TILE // per_block + 2) * words_per_block, np.uint32)
+    room = TILE // per_block + 2 + _SECURE_BLOCKS
+    words, blocks = np.empty(room * words_per_block, np.uint32), np.empty(room, np.int64)
     values = np.empty(TILE, np.float64)
-    v = np.empty(TILE + 2 * _PER_BLOCK, np.int64)
-    is_negative = np.empty(TILE + 2 * _PER_BLOCK, np.int64)
-    state = np.empty(16 * LANES, np.uint32)
-    x = np.empty(16 * LANES, np.uint32)
-    if cipher != _PHILOX:
-        for j in range(LANES):
-            for i in range(4):
-                state[i * LANES + j] = _CONSTANTS[i]
-            for i in range(8):
-                state[(4 + i) * LANES + j] = np.uint32(key[i])
-            for i in range(2):
-                state[(14 + i) * LANES + j] = np.uint32(key[8 + i])
+    v, is_negative = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     for row in range(area[0], area[1]):
         for column in range(area[2], area[3], TILE):
             n = min(TILE, area[3] - column)
             first = starts[row] + column
             block, offset = first // per_block, first % per_block
             num_blocks = (offset + n + per_block - 1) // per_block
+            if distribution == _SECURE_NORMAL:
+                block, offset = first // _SECURE_TILE * _SECURE_BLOCKS, first % _SECURE_TILE
+                num_blocks = (offset + n + _SECURE_TILE - 1) // _SECURE_TILE * _SECURE_BLOCKS
             if cipher == _PHILOX:
                 _philox_words(words, _U(block), num_blocks, key)
             else:
-                _chacha_words(words, _U(block), num_blocks, state, x)
+                for j in range(num_blocks):
+                    blocks[j] = block + j
+                _chacha_words(words, blocks, num_blocks, key)
             at, to = offset * (words_per_block // per_block), row * run + column
-            skipped = 0
             if distribution == _SECURE_NORMAL:
-                _secure_words(v, is_negative, words, num_blocks)
-                skipped = offset
+                _secure_words(v, is_negative, words, offset, n)
             if len(out_uint8):  # BERNOULLI
                 for i in range(n):
                     upper, lower = np.int64(words[at + 2 * i]), np.int64(words[at + 2 * i + 1])
                     out_uint8[to + i] = ((upper << 31) | (lower >> 1)) <= ints[0]
                 continue
             num_open = _draw_floats(
-                values, words, at, n, distribution, floats, ints, tables,
-                v[skipped:], is_negative[skipped:],
-            )  # fmt: skip
+                values, words, at, n, distribution, floats, ints, tables, v, is_negative
+            )
             if num_open:
                 for i in range(n):
-                    if v[skipped + i] == -1:
+                    if v[i] == -1:
                         opens[0] += 1
                         if opens[0] < len(opens):
                             opens[opens[0]] = to + i
@@ -339,7 +357,11 @@ def fill(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
         for dtype in (np.float32, np.float64, np.uint8)
     )
     cpu = torch.device("cpu")
-    coarse, shapes = random.kernel_table(COARSE, cpu)[: random.SECURE_AT], (ORDINARY, COARSE)
+    coarse = random.kernel_table(COARSE, cpu)[: random.SECURE_AT].view(torch.int64)
+    numbers = [
+        (s.num_coefficients - 1, s.segment_shift, s.segment_offset) for s in (ORDINARY, COARSE)
+    ]
+    numbers[1] = (*numbers[1][:2], random.COARSE_OFFSET)
     rest = (
         int(recipe.cipher),
         int(recipe.distribution),
@@ -349,14 +371,14 @@ def fill(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
         np.array(recipe.ints or (0,), np.int64),
         (
             random.inverse_table(ORDINARY, cpu).numpy(),
-            coarse.view(-1, COARSE.num_segments).numpy(),
-            np.array([(s.num_coefficients - 1, s.segment_shift, s.segment_offset) for s in shapes]),
-            np.array([shape.middle for shape in shapes]),
+            coarse.numpy(),
+            np.array(numbers),
+            np.array([ORDINARY.middle, COARSE.middle]),
         ),
     )
     first_elements = starts.numpy()
     areas = _cut(len(first_elements), run, num_pieces(out.numel()))
-    opens = [np.zeros(_ROOM + (out.numel() >> 4), np.int64) for _ in areas]
+    opens = [np.zeros(_ROOM + (out.numel() >> 6), np.int64) for _ in areas]
     pieces = zip(opens, areas, strict=True)
     run_pieces(
         _fill_tiles, [(outs, each, first_elements, run, area, *rest) for each, area in pieces]
@@ -366,17 +388,26 @@ def fill(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
 
 
 def _decide(out: Tensor, recipe: Recipe, starts: Tensor, run: int, opens: list[np.ndarray]) -> None:
-    """Let the reference draw the secure normals that are open: one in a hundred thousand.
+    """Decide the secure normals that are open by more bits: one in 400, at the usual spacing."""
+    if any(each[0] >= len(each) for each in opens):  # on a much finer grid it may be all of them
+        which = torch.arange(out.numel())
+    else:
+        which = torch.from_numpy(np.concatenate([each[1 : 1 + each[0]] for each in opens]))
+    key = np.array(recipe.key, np.int64)
+    for at in which.split(1 << 16):
+        elements = starts[at // run] + at % run
+        block, word = random.secure_places(elements)
+        own = _words_of_blocks(block, key).gather(1, word[:, None]).squeeze(1)
+        more = _words_of_blocks(elements + random.MORE_BLOCKS, key)[:, :3].T
+        steps = random.decided_steps(own & 0x7FFFFFFF, more, recipe.floats[0])
+        steps = torch.where(own >> 31 == 1, -steps, steps) + 0.0
+        out[at] = (steps * recipe.floats[1]).to(out.dtype)
 
-    To compile what decides them would take twice as long as all the rest.
-    """
-    if any(each[0] >= len(each) for each in opens):  # as good as never
-        random.fill_reference(out, recipe, starts, run)
-        return
-    at = torch.from_numpy(np.concatenate([each[1 : 1 + each[0]] for each in opens]))
-    values = torch.empty(len(at), dtype=out.dtype)
-    random.fill_reference(values, recipe, starts[at // run] + at % run, 1)
-    out[at] = values
+
+def _words_of_blocks(blocks: Tensor, key: np.ndarray) -> Tensor:
+    words = np.empty(16 * len(blocks), np.uint32)
+    _chacha_words(words, blocks.numpy(), len(blocks), key)
+    return torch.from_numpy(words.astype(np.int64)).view(-1, 16)
 
 
 # --- permutations ---------------------------------------------------------------------------------

@@ -57,8 +57,7 @@ class Distribution(IntEnum):
     """How the words of an element become its value.
 
     Attributes:
-        num_words: 32-bit words that one element consumes; none straddles two blocks. A secure
-            normal takes nine bits of another word, too: see `Recipe.per_block`.
+        num_words: 32-bit words that one element consumes; none straddles two blocks.
     """
 
     WORDS = 0, 1
@@ -92,13 +91,14 @@ OUTPUT_DTYPES = {
     Distribution.INTEGERS: (torch.int64,),
 }
 
-# A block of 16 words makes 12 secure normals. Each has a word of its own and, of the last four
-# words, nine bits: a sign, and eight that follow those of the word. Where these 40 bits say too
-# little, 2^-16 of all at the usual spacing, more are drawn and the value is decided exactly
-# (docs/rng.md, "How a value is decided").
-SECURE_PER_BLOCK = 12
+# A secure normal has one word: a sign and 31 bits. Where these say too little, once in 400 values
+# at the usual spacing, 73 more are drawn, and all of them decide (docs/rng.md, "How a value is
+# decided"). Elements are dealt to the words of 32 blocks, four at a time, so that a GPU's 32
+# threads, each of which computes a block, write side by side.
+SECURE_TILE, SECURE_BLOCKS = 512, 32
 MORE_BLOCKS = 1 << 62  # one block of further bits an element, from here on; none is another's own
 MIDDLE_LESS = 0.5 - 2.0**-40  # half a spacing, less what its comparison is rounded by
+NEAR = 2.0**-46  # times the scale: as near to half a spacing, float64 of p does not decide
 
 NUM_KEY, NUM_FLOATS, NUM_INTS = 10, 4, 2
 KEY_AT = 2
@@ -142,8 +142,6 @@ class Recipe:
     @property
     def per_block(self) -> int:
         """How many elements a block of the cipher makes."""
-        if self.distribution is Distribution.SECURE_NORMAL:
-            return SECURE_PER_BLOCK
         return self.cipher.words_per_block // self.distribution.num_words
 
     def pack(self) -> Tensor:  # int64 [RECIPE_LENGTH], CPU
@@ -320,10 +318,10 @@ class TableShape:
 
 # One 32-bit word: a sign and 31 bits of v. Largest error of |z| about 1e-10.
 ORDINARY = TableShape(name="ordinary", bits=33, num_octaves=32, num_coefficients=6)
-# The first 40 bits of a secure normal, and any others behind them, down to 2^-13. One more number
-# of each segment says how far |z| may be off: for the polynomial, about 2e-12, and for those bits.
+# The 31 bits of a secure normal, as the middle of what they leave open, where they say something
+# worth a look: p > 2^-14. See `coarse_polynomials`.
 COARSE = TableShape(
-    name="coarse", bits=41, num_octaves=53, num_coefficients=6, first_octave=-13, sub_bits=4
+    name="coarse", bits=32, num_octaves=13, num_coefficients=3, first_octave=18, sub_bits=8
 )
 # 104 bits, for what is decided exactly. Largest error of |z| about 4e-15. The last octave holds the
 # single value 2^63, to which x can round up.
@@ -331,10 +329,12 @@ SECURE = TableShape(name="secure", bits=64, num_octaves=80, num_coefficients=9, 
 
 TAIL_STEPS = 4
 NUM_TAILS, NUM_TAIL_COEFFICIENTS = 42, 32  # |z| <= 10.25, one step past the quantile of 2^-80
-# Where the parts of the one table are that kernels of secure normals get.
-REACH_AT = COARSE.num_segments * COARSE.num_coefficients
-SECURE_AT = REACH_AT + COARSE.num_segments
+# Where the parts of the one table are that kernels of secure normals get. The coarse part has rows
+# for x = (v + ½) / 2^31 from 2^-32 on; the lower ones say that they know nothing.
+COARSE_ROWS, COARSE_OFFSET = 32 << COARSE.sub_bits, (1023 - 32) << COARSE.sub_bits
+SECURE_AT = 2 * COARSE_ROWS
 TAILS_AT = SECURE_AT + SECURE.num_segments * SECURE.num_coefficients
+KNOWS_NOTHING = 0x7FF0  # the upper 16 bits of infinity
 
 
 @cache
@@ -347,7 +347,7 @@ def kernel_table(shape: TableShape, device: torch.device) -> Tensor:
         return kernel_table(COARSE, device)
     sizes = {
         "ordinary": (ORDINARY.num_segments, ORDINARY.num_coefficients),
-        "coarse": (COARSE.num_segments, COARSE.num_coefficients + 1),
+        "coarse": (COARSE.num_segments, 2),
         "secure": (SECURE.num_segments, SECURE.num_coefficients),
         "tail": (NUM_TAILS, 2 * NUM_TAIL_COEFFICIENTS),
     }
@@ -358,8 +358,12 @@ def kernel_table(shape: TableShape, device: torch.device) -> Tensor:
         assert found == wanted, f"{TABLE_FILE.name}: expected {wanted!r}, found {found!r}"
         if (name == "ordinary") == (shape is ORDINARY):
             values = [[float.fromhex(word) for word in row.split()] for row in rows]
-            # Coefficient-major, so that one gather of a warp touches few cache lines.
-            parts.append(torch.tensor(values, dtype=torch.float64).t().reshape(-1))
+            part = torch.tensor(values, dtype=torch.float64)
+            if name == "coarse":  # both numbers of a segment side by side
+                nothing = torch.tensor([KNOWS_NOTHING, 0]).view(torch.float64)
+                parts += [nothing.repeat(COARSE_ROWS - num_rows), part.reshape(-1)]
+            else:  # coefficient-major, so that one gather of a warp touches few cache lines
+                parts.append(part.t().reshape(-1))
         lines = lines[1 + num_rows :]
     assert not lines, f"{TABLE_FILE.name} has {len(lines)} lines too many"
     table = torch.cat(parts).to(device)
@@ -371,10 +375,23 @@ def kernel_table(shape: TableShape, device: torch.device) -> Tensor:
 @cache
 def inverse_table(shape: TableShape, device: torch.device) -> Tensor:
     """Return the coefficients on `device`: float64 [num_coefficients, num_segments]."""
+    assert shape is not COARSE, "see coarse_polynomials"
     begin = SECURE_AT if shape is SECURE else 0
     numel = shape.num_coefficients * shape.num_segments
     table = kernel_table(shape, device)[begin : begin + numel]
     return table.view(shape.num_coefficients, shape.num_segments)
+
+
+def coarse_polynomials(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return c0, c1, c2 of rows of the coarse table, and how far c0 + c1 u + c2 u² may be off.
+
+    Two gathers do for a row: of its first number the last 16 bits are the upper ones of the bound,
+    of its second, c1, the last 24 are those of c2. So c0 is good to 2^-37, c1 to 2^-29 of itself.
+    """
+    table = kernel_table(COARSE, rows.device)[:SECURE_AT].view(-1, 2)
+    c0, c1 = table[rows].unbind(-1)
+    bits0, bits1 = c0.view(torch.int64), c1.view(torch.int64)
+    return c0, c1, (bits1 << 40).view(torch.float64), (bits0 << 48).view(torch.float64)
 
 
 # --- the reference, in plain torch ----------------------------------------------------------------
@@ -419,41 +436,50 @@ def chunks(out: Tensor, starts: Tensor, run: int, size: int) -> Iterator[tuple[T
 
 
 def element_words(recipe: Recipe, starts: Tensor, run: int) -> Tensor:
-    """Return the words of each element: int64 [num_words, num_rows, run].
-
-    Secure normals have two: a word, and the nine bits that they have of another.
-    """
+    """Return the words of each element: int64 [num_words, num_rows, run]."""
+    if recipe.distribution is Distribution.SECURE_NORMAL:
+        return secure_words(recipe, starts, run)[None]
     per_block = recipe.per_block
     # Block and place within it, never element · width: that product would overflow near 2^63.
     num_blocks = (run + 2 * per_block - 2) // per_block
     blocks = starts[:, None] // per_block + torch.arange(num_blocks, device=starts.device)
     cipher = philox_blocks if recipe.cipher is Cipher.PHILOX else chacha20_blocks
-    words = cipher(blocks, recipe.key)
-    if recipe.distribution is Distribution.SECURE_NORMAL:
-        words = _secure_words(words)
-    words = words.reshape(len(starts), num_blocks * per_block, -1)
-    width = words.shape[-1]
-    if len(starts) == 1:
-        offset = int(starts[0]) % per_block
-        words = words[:, offset : offset + run]
-    else:
-        place = (starts % per_block)[:, None] + torch.arange(run, device=starts.device)
-        words = words.gather(1, place[:, :, None].expand(-1, -1, width))
-    return words.movedim(-1, 0)
+    words = cipher(blocks, recipe.key).reshape(len(starts), num_blocks * per_block, -1)
+    return _from_place(words, starts % per_block, run).movedim(-1, 0)
 
 
-def _secure_words(words: Tensor) -> Tensor:
-    """Return a word and nine bits of each element of blocks: [..., 16] -> [..., 12, 2]."""
-    own, shared = words[..., :SECURE_PER_BLOCK], words[..., SECURE_PER_BLOCK:]
-    nines = torch.stack([(shared >> (23 - 9 * i)) & 0x1FF for i in range(3)], dim=-2)
-    return torch.stack((own, nines.flatten(-2)), dim=-1)
+def _from_place(words: Tensor, place: Tensor, run: int) -> Tensor:
+    """Return `run` rows of words [num_rows, elements, width] from a place on, its own for each."""
+    if len(place) == 1:
+        return words[:, int(place) : int(place) + run]
+    at = place[:, None] + torch.arange(run, device=place.device)
+    return words.gather(1, at[:, :, None].expand(-1, -1, words.shape[-1]))
+
+
+def secure_words(recipe: Recipe, starts: Tensor, run: int) -> Tensor:
+    """Return the word of each element of secure normals: int64 [num_rows, run]."""
+    if run < SECURE_TILE // 16:  # a block for each element, instead of all of a tile
+        block, word = secure_places(starts[:, None] + torch.arange(run, device=starts.device))
+        return chacha20_blocks(block, recipe.key).gather(-1, word[..., None]).squeeze(-1)
+    num_tiles = (run + 2 * SECURE_TILE - 2) // SECURE_TILE
+    blocks = torch.arange(num_tiles * SECURE_BLOCKS, device=starts.device)
+    words = chacha20_blocks((starts // SECURE_TILE * SECURE_BLOCKS)[:, None] + blocks, recipe.key)
+    dealt = words.view(len(starts), num_tiles, SECURE_BLOCKS, 4, 4).transpose(2, 3)
+    return _from_place(dealt.reshape(len(starts), -1, 1), starts % SECURE_TILE, run).squeeze(-1)
+
+
+def secure_places(elements: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the block of each element of secure normals, and which of its 16 words it has."""
+    tile, place = elements // SECURE_TILE, elements % SECURE_TILE
+    block = tile * SECURE_BLOCKS + place % (4 * SECURE_BLOCKS) // 4
+    return block, place // (4 * SECURE_BLOCKS) * 4 + place % 4
 
 
 def _more_words(recipe: Recipe, starts: Tensor, run: int, which: Tensor) -> Tensor:
-    """Return two further words of each element that a mask [num_rows, run] chooses: [2, chosen]."""
+    """Return three further words of each element that a mask [num_rows, run] chooses."""
     elements = starts[:, None] + torch.arange(run, device=starts.device)
     blocks = chacha20_blocks(MORE_BLOCKS + elements[which], recipe.key)
-    return blocks[..., :2].movedim(-1, 0)
+    return blocks[..., :3].movedim(-1, 0)
 
 
 def draw(
@@ -483,12 +509,12 @@ def draw(
             rank = ints[0] + scale_word(words[0], ints[1])
             value = (normal_of_rank(rank) * floats[1] + floats[0]).clamp(floats[2], floats[3])
         case Distribution.SECURE_NORMAL:
-            w = (words[0] << 8) | (words[1] & 0xFF)
-            steps, is_open = coarse_steps(w, floats[0], floats[2])
+            v = words[0] & 0x7FFFFFFF
+            steps, is_open = coarse_steps(v, floats[0], floats[2])
             if bool(is_open.any()):
                 assert more_words is not None
-                steps[is_open] = exact_steps(w[is_open], more_words(is_open), floats[0])
-            steps = torch.where(words[1] >> 8 == 1, -steps, steps) + 0.0  # no -0.0
+                steps[is_open] = decided_steps(v[is_open], more_words(is_open), floats[0])
+            steps = torch.where(words[0] >> 31 == 1, -steps, steps) + 0.0  # no -0.0
             value = steps * floats[1]
         case Distribution.BERNOULLI:
             return ((words[0] << 31) | (words[1] >> 1)) <= ints[0]
@@ -511,20 +537,40 @@ def inverse_tail(v: Tensor, shape: TableShape) -> Tensor:
     return z
 
 
-def coarse_steps(w: Tensor, scale: float, distance: float) -> tuple[Tensor, Tensor]:
+def coarse_steps(v: Tensor, scale: float, distance: float) -> tuple[Tensor, Tensor]:
     """Return scale · Q(p) rounded to an integer, and where that may be wrong.
 
     Args:
-        w: The first 40 bits of p · 2^41.
+        v: The first 31 bits of p · 2^32.
         scale: The standard deviation in spacings.
         distance: See `secure_floats`.
     """
-    x = w.double() + 0.5
-    segment = (x.view(torch.int64) >> COARSE.segment_shift) - COARSE.segment_offset
-    scaled = inverse_tail(x, COARSE) * scale
+    bits = ((v.double() + 0.5) * 2.0**-31).view(torch.int64)
+    c0, c1, c2, reach = coarse_polynomials((bits >> COARSE.segment_shift) - COARSE_OFFSET)
+    u = ((bits & COARSE.fraction_mask) | ONE_BITS).view(torch.float64) - COARSE.middle
+    scaled = ((c2 * u + c1) * u + c0) * scale
     steps = scaled + ROUND_MAGIC - ROUND_MAGIC
-    reach = kernel_table(COARSE, w.device)[REACH_AT:SECURE_AT]  # how far off each segment may be
-    return steps, (scaled - steps).abs() > distance - reach[segment] * scale
+    return steps, (scaled - steps).abs() > distance - reach * scale
+
+
+def decided_steps(v: Tensor, more: Tensor, scale: float) -> Tensor:
+    """Return scale · Q(p), rounded to the nearest integer, by 104 bits of p.
+
+    Args:
+        v: The first 31 bits of p · 2^105 [...].
+        more: Three words [3, ...], of which the first 73 bits come after them.
+        scale: The standard deviation in spacings.
+    """
+    w = (v << 9) | (more[0] >> 23)
+    rest = ((more[:2] & 0x7FFFFF) << 9) | (more[1:] >> 23)
+    # A float64 of p nearly always does: y is off by 2^-47 of the scale at most.
+    x = w.double() * 2.0**23 + (rest[0].double() * 2.0**-9 + rest[1].double() * 2.0**-41)
+    y = inverse_tail(x.clamp(min=2.0**SECURE.first_octave), SECURE) * scale
+    steps = y + ROUND_MAGIC - ROUND_MAGIC
+    is_near = (y - steps).abs() > 0.5 - NEAR * scale
+    if bool(is_near.any()):
+        steps[is_near] = exact_steps(w[is_near], rest[:, is_near], scale)
+    return steps
 
 
 def exact_steps(w: Tensor, more: Tensor, scale: float) -> Tensor:

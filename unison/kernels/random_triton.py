@@ -47,17 +47,15 @@ SECURE_SEGMENTS = tl.constexpr(SECURE.num_segments)
 SECURE_DEGREE = tl.constexpr(SECURE.num_coefficients - 1)
 COARSE_SHIFT, COARSE_MID = tl.constexpr(COARSE.segment_shift), tl.constexpr(COARSE.middle)
 COARSE_FRACTION = tl.constexpr(COARSE.fraction_mask)
-# What x is multiplied with is in its exponent, and so in its segment.
-COARSE_OFFSET = tl.constexpr(COARSE.segment_offset - ((COARSE.bits - 1) << COARSE.sub_bits))
-COARSE_SEGMENTS = tl.constexpr(COARSE.num_segments)
-COARSE_DEGREE = tl.constexpr(COARSE.num_coefficients - 1)
-REACH_AT, SECURE_AT = tl.constexpr(random.REACH_AT), tl.constexpr(random.SECURE_AT)
+COARSE_OFFSET = tl.constexpr(random.COARSE_OFFSET)
+SECURE_AT = tl.constexpr(random.SECURE_AT)
 LEAST, TAILS_AT = tl.constexpr(2.0**SECURE.first_octave), tl.constexpr(random.TAILS_AT)
 TAILS = tl.constexpr(random.NUM_TAILS)
 TAIL_DEGREE = tl.constexpr(random.NUM_TAIL_COEFFICIENTS - 1)
 TAILS_PER_UNIT, CUT = tl.constexpr(float(random.TAIL_STEPS)), tl.constexpr(random.SPLIT)
 MORE, MAGIC = tl.constexpr(random.MORE_BLOCKS), tl.constexpr(random.ROUND_MAGIC)
-PER_BLOCK = tl.constexpr(random.SECURE_PER_BLOCK)
+NEAR = tl.constexpr(random.NEAR)
+SECURE_TILE, SECURE_BLOCKS = tl.constexpr(random.SECURE_TILE), tl.constexpr(random.SECURE_BLOCKS)
 UNIFORM24, UNIFORM53, NORMAL, TRUNCATED, _, BERNOULLI = (
     tl.constexpr(int(each)) for each in list(Distribution)[1:7]
 )
@@ -241,59 +239,80 @@ def _pick4(lane, a, b, c, d):
     return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
 
 
-@triton.jit(noinline=True)
-def decided_steps(element, numbers, coefficients):
-    """Return secure noise in spacings of one element, by its number in the stream: exactly."""
+@triton.jit
+def secure_word(element, numbers):
+    """Return the word of each element of secure normals, by its number in the stream."""
     w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(
-        element // PER_BLOCK, numbers, UNROLLED=False
+        element // SECURE_TILE * SECURE_BLOCKS + element % (4 * SECURE_BLOCKS) // 4,
+        numbers,
+        UNROLLED=False,
     )
-    part, lane = element % PER_BLOCK // 4, element % 4
+    lane = element % 4
     first, second = _pick4(lane, w0, w1, w2, w3), _pick4(lane, w4, w5, w6, w7)
-    word = _pick4(part, first, second, _pick4(lane, w8, w9, w10, w11), first).to(tl.int64)
-    nine = (_pick4(lane, w12, w13, w14, w15) >> (23 - 9 * part)).to(tl.int64)
-    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(
-        element + MORE, numbers, UNROLLED=False
-    )
-    w = (word << 8) | (nine & 0xFF)
-    exact = _exact_steps(w, w0.to(tl.int64), w1.to(tl.int64), _real(numbers, 0), coefficients)
-    return tl.where((nine >> 8 & 1) == 1, -exact, exact) + 0.0  # no -0.0
+    third, last = _pick4(lane, w8, w9, w10, w11), _pick4(lane, w12, w13, w14, w15)
+    return _pick4(element % SECURE_TILE // (4 * SECURE_BLOCKS), first, second, third, last)
 
 
 @triton.jit
-def secure_steps(words, nines, numbers, coefficients):
-    """Return secure noise in spacings, integers in float64, and where it is open instead.
-
-    The few that are open are for `decided_steps`, one at a time, in scalars, and when all others
-    are written: else they would take the others' registers.
+def decided_steps(element, words, numbers, coefficients):
+    """Return secure noise in spacings, integers in float64, of open elements: by 73 bits more.
 
     Args:
-        words: The words of elements, four of each block.
-        nines: Words of which the first nine bits are those elements' own.
+        element: Their numbers in the stream.
+        words: Their own words.
+        numbers: Their recipes.
+        coefficients: `kernel_table(COARSE)`.
+    """
+    more = _chacha(element + MORE, numbers, UNROLLED=False)
+    more0, more1, more2 = more[0].to(tl.int64), more[1].to(tl.int64), more[2].to(tl.int64)
+    w = ((words & 0x7FFFFFFF).to(tl.int64) << 9) | (more0 >> 23)
+    more0 = ((more0 & 0x7FFFFF) << 9) | (more1 >> 23)
+    more1 = ((more1 & 0x7FFFFF) << 9) | (more2 >> 23)
+    scale = _real(numbers, 0)
+    x = more0.to(tl.float64) * 2.0**-9 + more1.to(tl.float64) * 2.0**-41
+    x = tl.maximum(w.to(tl.float64) * 8388608.0 + x, LEAST)
+    secure = coefficients + SECURE_AT
+    y = _inverse_tail(x, secure, SECURE_SEGMENTS, SECURE_DEGREE, SECURE_OFFSET) * scale
+    steps = (y + MAGIC) - MAGIC
+    is_near = tl.abs(y - steps) > 0.5 - NEAR * scale
+    if tl.max(is_near.to(tl.int32), 0) > 0:  # as good as never
+        exact = _exact_steps(w, more0, more1, scale, coefficients)
+        steps = tl.where(is_near, exact, steps)
+    return tl.where((words >> 31) == 1, -steps, steps) + 0.0  # no -0.0
+
+
+@triton.jit
+def secure_steps(words, numbers, coefficients):
+    """Return secure noise in spacings, integers in float64, and where `decided_steps` is to say.
+
+    Args:
+        words: The words of elements.
         numbers: The recipe.
         coefficients: `kernel_table(COARSE)`.
     """
-    # x · 2^-40: behind the 40 bits stand any others, which are not looked at, and a 1.
-    upper = (words >> 12) | 0x3FF00000
-    lower = (words << 20) | (nines << 1 >> 12)
+    # x = (v + 1/2) / 2^31 of the last 31 bits: behind them in a mantissa, with a 1 after them.
+    upper = ((words & 0x7FFFFFFF) >> 11) | 0x3FF00000
+    lower = (words << 21) | 0x100000
     one = ((upper.to(tl.uint64) << 32) | lower.to(tl.uint64)).to(tl.float64, bitcast=True)
-    bits = (one - (1.0 - 2.0**-53)).to(tl.uint64, bitcast=True)
-    table = coefficients - COARSE_OFFSET + (bits >> COARSE_SHIFT).to(tl.uint32)
+    bits = (one - 1.0).to(tl.uint64, bitcast=True)
     u = ((bits & COARSE_FRACTION) | ONE).to(tl.float64, bitcast=True) - COARSE_MID
-    z = tl.load(table + COARSE_DEGREE * COARSE_SEGMENTS)
-    for d in tl.static_range(COARSE_DEGREE):
-        z = tl.fma(z, u, tl.load(table + (COARSE_DEGREE - 1 - d) * COARSE_SEGMENTS))
+    row = coefficients - 2 * COARSE_OFFSET + 2 * (bits >> COARSE_SHIFT).to(tl.uint32)
+    c0, c1 = tl.load(row), tl.load(row + 1)
+    c2 = (c1.to(tl.uint64, bitcast=True) << 40).to(tl.float64, bitcast=True)
+    reach = (c0.to(tl.uint64, bitcast=True) << 48).to(tl.float64, bitcast=True)
     # The bound of z's error holds however often it is rounded, so fused is as good.
-    sign = (nines & 0x80000000).to(tl.int64) << 32
-    z = (z.to(tl.int64, bitcast=True) ^ sign).to(tl.float64, bitcast=True)
+    z = tl.fma(tl.fma(c2, u, c1), u, c0)
+    sign = (words & 0x80000000).to(tl.uint64) << 32
+    z = (z.to(tl.uint64, bitcast=True) ^ sign).to(tl.float64, bitcast=True)
     scale = _real(numbers, 0)
     steps = tl.fma(z, scale, MAGIC) - MAGIC
-    distance = tl.fma(-scale, tl.load(table + REACH_AT), _real(numbers, 2))
+    distance = tl.fma(-scale, reach, _real(numbers, 2))
     return steps, tl.abs(tl.fma(z, scale, -steps)) > distance
 
 
 @triton.jit
 def secure_words(block, numbers):
-    """Return three times four words of each block, side by side, and four that all three share."""
+    """Return the words of the elements of whole tiles, a quarter of each tile at a time."""
     w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(block, numbers)
     return (
         _weave4(w0, w1, w2, w3),
@@ -391,52 +410,7 @@ def _fill(
     tl.store(out + row.to(tl.int64) * run + column, value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _fill_secure(
-    out, numbers, starts, coefficients, run, tiles_per_row,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Fill one tile of one row with secure normals; `ALIGNED` says that rows begin at fours."""
-    row = tl.program_id(0) // tiles_per_row
-    tile = (tl.program_id(0) % tiles_per_row).to(tl.int64)
-    start = tl.load(starts + row)
-    first = start // PER_BLOCK + tile * TILE
-    w0, w1, w2, shared = secure_words(first + tl.arange(0, TILE), numbers)
-    lane = tl.arange(0, 4 * TILE)
-    place = (lane // 4) * PER_BLOCK + lane % 4
-    begin = tile * (TILE * PER_BLOCK)
-    if ALIGNED:
-        begin -= start % PER_BLOCK // 4 * 4  # the compiler believes arithmetic
-    else:
-        begin -= start % PER_BLOCK
-    out += row.to(tl.int64) * run
-    spacing = _real(numbers, 1)
-    open0, open1, open2 = place, place, place
-    for i in tl.static_range(3):
-        words = w0 if i == 0 else (w1 if i == 1 else w2)
-        steps, is_open = secure_steps(words, shared << (9 * i), numbers, coefficients)
-        column = begin + 4 * i + place
-        mask = (column >= 0) & (column < run)
-        tl.store(out + column, (steps * spacing).to(out.dtype.element_ty), mask=mask)
-        candidates = tl.where(is_open & mask, place, -1)
-        open0 = candidates if i == 0 else open0
-        open1 = candidates if i == 1 else open1
-        open2 = candidates if i == 2 else open2
-    if tl.max(tl.maximum(tl.maximum(open0, open1), open2), 0) >= 0:
-        tl.debug_barrier()  # what is decided here is written after what is written above
-        for i in tl.static_range(3):
-            candidates = open0 if i == 0 else (open1 if i == 1 else open2)
-            last = tl.max(candidates, 0)
-            while last >= 0:
-                element = first * PER_BLOCK + 4 * i + last
-                value = decided_steps(element, numbers, coefficients) * spacing
-                tl.store(out + begin + 4 * i + last, value.to(out.dtype.element_ty))
-                last = tl.max(tl.where(candidates < last, candidates, -1), 0)
-
-
 # Cipher blocks in a tile and warps, by cipher: one ChaCha20 block, or two Philox blocks, a thread.
-# ChaCha20 goes by single warps: they are as fast alone (within 3 %), and make way sooner for a
-# backward pass that runs beside them (60 % of the noise hidden instead of 47 %, on an H200).
 LAUNCH: dict[Cipher, dict[str, int]] = {
     Cipher.PHILOX: {"TILE": 256, "num_warps": 4},
     Cipher.CHACHA20: {"TILE": 32, "num_warps": 1},
@@ -451,8 +425,6 @@ def compile_options(recipe: Recipe, run: int, is_aligned: bool) -> dict[str, Any
         options["TILE"] //= 2  # short rows: no more threads than blocks, but a full warp
     options["num_warps"] = max(1, min(options["num_warps"], options["TILE"] // 32))
     options |= {"ALIGNED": is_aligned, "enable_fp_fusion": False}
-    if recipe.distribution is Distribution.SECURE_NORMAL:
-        return options
     return options | {
         "CHACHA": recipe.cipher is Cipher.CHACHA20,
         "DIST": int(recipe.distribution),
@@ -462,26 +434,30 @@ def compile_options(recipe: Recipe, run: int, is_aligned: bool) -> dict[str, Any
 
 def fill(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
     """Fill `out` as the reference does; `starts` lives on the CPU, where its alignment shows."""
-    per_block, is_secure = recipe.per_block, recipe.distribution is Distribution.SECURE_NORMAL
-    is_aligned = bool((starts % (4 if is_secure else per_block) == 0).all())
+    packed, per_block = recipe.pack(), recipe.per_block
+    if recipe.distribution is Distribution.SECURE_NORMAL:
+        # Every row is a tensor of its own for the kernel that adds noise to many.
+        from unison.kernels.multi_tensor_triton import draw_rows
+
+        draw_rows(out.view(len(starts), run), packed, starts.tolist())
+        return
+    is_aligned = bool((starts % per_block == 0).all())
     options = compile_options(recipe, run, is_aligned)
     num_skipped = int((starts % per_block).max())
     tiles_per_row = -(-(run + num_skipped) // (per_block * options["TILE"]))
-    kernel, shape = (_fill_secure, COARSE) if is_secure else (_fill, ORDINARY)
     flat = out.view(-1)
     rows_at_once = max(1, (2**31 - 1) // tiles_per_row)  # a grid has fewer than 2^31 programs
     with on_device_of(out):
         # non_blocking: pageable memory is staged before the call returns, so the source may go,
         # and the host does not wait for the stream (noise is drawn while a backward pass runs).
-        packed = recipe.pack()
         numbers = packed.to(out.device, non_blocking=True)
         if numbers is not packed:
             packed.zero_()  # it holds the key
-        coefficients = kernel_table(shape, out.device)
+        coefficients = kernel_table(ORDINARY, out.device)
         for row in range(0, len(starts), rows_at_once):
             begin = starts[row : row + rows_at_once].to(out.device, non_blocking=True)
             part = flat[row * run : (row + len(begin)) * run]
-            kernel[(len(begin) * tiles_per_row,)](
+            _fill[(len(begin) * tiles_per_row,)](
                 part, numbers, begin, coefficients, run, tiles_per_row, **options
             )
         numbers.zero_()  # in stream order: the key does not stay behind in device memory

@@ -17,11 +17,12 @@ the divisor. A learning rate that is a tensor may change without.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -29,7 +30,15 @@ from unison.clip import NormTable, SampleNorms
 from unison.clip.bounds import Grid
 from unison.clip.measured import stacked
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kernels.multi_tensor import Tables, combine, tables_kept
+from unison.kernels import multi_tensor
+from unison.kernels.multi_tensor import (
+    AdamWStep,
+    Tables,
+    adamw_rates,
+    combine,
+    tables_kept,
+)
+from unison.kernels.random import Cipher, Distribution, Recipe, secure_floats
 from unison.parallel import ShardedParam
 from unison.privacy.attachment import RunningPass
 from unison.privacy.mechanism import CLIP_RULES, grid_of, grid_of_pass
@@ -43,6 +52,7 @@ from unison.privacy.noise import (
     shares_of,
 )
 from unison.privacy.sampling import PLAIN, Part, PhysicalBatch, physical_batches
+from unison.rng import noise_spacing
 
 if TYPE_CHECKING:
     from unison.privacy.training import LogicalBatch, PrivateTraining
@@ -320,16 +330,111 @@ class StepGraph:
     ) -> _Recording:
         device = shares.values[0].device
         place = None if recipes is None else torch.zeros_like(recipes, device=device)
-        release_by(shares, place, divisor)  # compiles and looks up what a recording cannot
+        rates = rates_of(self._optimizer, self._owned) if recipes is not None else None
         graph, tables = torch.cuda.CUDAGraph(), Tables(device)
-        with tables_kept(tables), torch.cuda.graph(graph):
-            gradients = release_by(shares, place, divisor)
-            for owned, gradient in zip(self._owned, gradients, strict=True):
-                owned.parameter.grad = owned.as_gradient(gradient)
-            self._optimizer.step()
+        if rates is None:
+            release_by(shares, place, divisor)  # compiles and looks up what a recording cannot
+            with tables_kept(tables), torch.cuda.graph(graph):
+                gradients = release_by(shares, place, divisor)
+                for owned, gradient in zip(self._owned, gradients, strict=True):
+                    owned.parameter.grad = owned.as_gradient(gradient)
+                self._optimizer.step()
+        else:  # the kernels that add the noise take the optimizer's step as well
+            rehearsed = adamw_rates(rates, torch.ones_like(rates[:, 0]))
+            release_by(shares, place, divisor, lambda x: AdamWStep(x, x, x, rehearsed))
+            tables.hold((rates,))
+            with tables_kept(tables), torch.cuda.graph(graph):
+                step = adamw_step(self._optimizer, self._owned, rates)
+                gradients = release_by(shares, place, divisor, lambda _: step)
         tables.fill()
         tensors = _tensors_of(self._optimizer)
         return _Recording(graph, tables, shares, place, gradients, numbers, tensors)
+
+
+# ---- AdamW in the kernels that add the noise -----------------------------------------------------
+#
+# What noise costs is arithmetic, and what AdamW costs is memory: in one kernel a part of one is
+# hidden behind the other, and gradients are not read again.
+
+LEAST_EPS = 1e-20  # quotients by less are not those of a division
+
+
+def rates_of(optimizer: Optimizer, owned: Sequence[ShardedParam]) -> Tensor | None:
+    """Return learning rate, β1, β2, ε and weight decay of each parameter, float32 [parameters, 5].
+
+    None if the step is not one that `AdamWStep` takes to the bit: another optimizer's, or of a
+    version of torch that computes otherwise. A rate that is a tensor is read when the step is
+    taken.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    if type(optimizer) is not torch.optim.AdamW or len(groups) != len(owned):
+        return None
+    rows, dtypes = [], set()
+    for parameter in (each.parameter for each in owned):
+        group, state = groups.get(id(parameter)), optimizer.state.get(parameter)
+        if group is None or not state:
+            return None
+        tensors = parameter, state["exp_avg"], state["exp_avg_sq"]
+        numbers = [group["lr"], *group["betas"], group["eps"], group["weight_decay"]]
+        if not (
+            group["fused"]
+            and group["capturable"]
+            and not any(group[each] for each in ("amsgrad", "maximize", "differentiable"))
+            and not any(isinstance(each, Tensor) for each in numbers[1:])
+            and group["eps"] >= LEAST_EPS
+            and parameter.dtype in (torch.float32, torch.bfloat16)
+            and all(x.dtype == parameter.dtype and x.is_contiguous() for x in tensors)
+        ):
+            return None
+        rows.append([0.0 if isinstance(numbers[0], Tensor) else numbers[0], *numbers[1:]])
+        dtypes.add((parameter.dtype, parameter.device))
+    if not all(is_torchs_adamw(*each) for each in dtypes):
+        return None
+    return torch.tensor(rows, device=owned[0].parameter.device)
+
+
+def adamw_step(optimizer: Optimizer, owned: Sequence[ShardedParam], rates: Tensor) -> AdamWStep:
+    """Count a step of the optimizer, and return what it takes: see `rates_of`."""
+    states = [optimizer.state[each.parameter] for each in owned]
+    steps = [state["step"] for state in states]
+    torch._foreach_add_(steps, 1)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    given = [groups[id(each.parameter)]["lr"] for each in owned]
+    if any(isinstance(each, Tensor) for each in given):
+        rates = rates.clone()
+        for row, rate in zip(rates, given, strict=True):
+            if isinstance(rate, Tensor):
+                row[0] = rate
+    return AdamWStep(
+        [each.parameter for each in owned],
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        adamw_rates(rates, torch.stack(steps)),
+    )
+
+
+@cache
+def is_torchs_adamw(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether steps of AdamW in our kernels have the bits of torch's, which is tried."""
+    generator = torch.Generator(device).manual_seed(0)
+    ours = nn.Parameter(torch.randn(1 << 14, device=device, generator=generator).to(dtype))
+    theirs = nn.Parameter(ours.detach().clone())
+    optimizer = torch.optim.AdamW([theirs], lr=3e-3, fused=True, capturable=True)
+    mean, square = torch.zeros_like(ours), torch.zeros_like(ours)
+    rates = torch.tensor([[3e-3, 0.9, 0.999, 1e-8, 1e-2]], device=device)
+    values, out = torch.zeros(1, len(ours), device=device), torch.empty_like(ours)
+    floats, one = secure_floats(0.03, noise_spacing(0.03)), torch.ones(1, 1, device=device)
+    for t in range(1, 4):
+        recipe = Recipe(Cipher.CHACHA20, (t,) * 10, Distribution.SECURE_NORMAL, floats).pack()
+        counted = adamw_rates(rates, torch.full((1,), float(t), device=device))
+        step = AdamWStep([ours.detach()], [mean], [square], counted)
+        noise = recipe[None].to(device), [0]
+        multi_tensor.release([values], one, noise, 1.0, [out.detach()], step)
+        theirs.grad = out.detach()
+        optimizer.step()
+    state = optimizer.state[theirs]
+    pairs = (ours, theirs), (mean, state["exp_avg"]), (square, state["exp_avg_sq"])
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def _is_of(recording: _Recording, numbers: Sequence[Any], tensors: Sequence[Tensor]) -> bool:

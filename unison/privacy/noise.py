@@ -6,7 +6,7 @@ that no sample used is a sum of zeros and gets its noise like any other; otherwi
 tell which parameters were used.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from unison.clip.bounds import Grid
 from unison.errors import BadInput
 from unison.kernels import multi_tensor
-from unison.kernels.multi_tensor import empty_table, to_device
+from unison.kernels.multi_tensor import AdamWStep, empty_table, to_device
 from unison.kernels.random import KEY_AT, RECIPE_LENGTH, Cipher, Distribution, Recipe, secure_floats
 from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.mechanism import Release, grid_of
@@ -163,18 +163,26 @@ def erase(recipes: Tensor, on_device: Tensor) -> None:
         recipes.copy_(on_device, non_blocking=True)
 
 
-def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> list[Tensor]:
+def release_by(
+    shares: Shares,
+    recipes: Tensor | None,
+    divisor: float,
+    step_with: Callable[[list[Tensor]], AdamWStep] | None = None,
+) -> list[Tensor]:
     """The part of `release_all` that the device does.
 
     Args:
         shares: As there.
         recipes: See `recipes_for`, on the device; zeros afterwards. None for no noise.
         divisor: A public constant.
+        step_with: Makes, of the tensors for the gradients, a step of AdamW that the same kernels
+            take; see `multi_tensor.release`.
     """
     noise = None if recipes is None else (recipes, shares.starts)
     device = shares.values[0].device
     outs = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in shares.like]
-    multi_tensor.release(shares.values, _weights(shares), noise, divisor, outs)
+    step = None if step_with is None else step_with(outs)
+    multi_tensor.release(shares.values, _weights(shares), noise, divisor, outs, step)
     if recipes is not None:
         recipes.zero_()  # in stream order: the key does not stay behind in device memory
     return outs
