@@ -27,14 +27,20 @@ from unison.kernels import random
 from unison.kernels.available import on_device_of
 from unison.kernels.multi_tensor import AdamWStep, NoiseDraw, on_device, tile_map
 from unison.kernels.products_triton import INTERPRETED
-from unison.kernels.random_triton import decided_steps, secure_steps, secure_word, secure_words
+from unison.kernels.random_triton import (
+    decided_steps,
+    secure_numbers,
+    secure_steps,
+    secure_word,
+    secure_words,
+)
 
 # Columns of the table, all int64.
 VALUES, STRIDE, NUMEL, OUT, FIRST, SAMPLES, PARAM, MEAN, SQUARE = (
     tl.constexpr(i) for i in range(9)
 )
 WIDTH = tl.constexpr(9)
-RECIPE, FLOATS_AT = tl.constexpr(random.RECIPE_LENGTH), tl.constexpr(random.FLOATS_AT)
+RECIPE = tl.constexpr(random.RECIPE_LENGTH)
 MAGIC = tl.constexpr(random.ROUND_MAGIC)
 TILE, BLOCKS = tl.constexpr(random.SECURE_TILE), tl.constexpr(random.SECURE_BLOCKS)
 QUARTER = tl.constexpr(random.SECURE_TILE // 4)
@@ -189,6 +195,59 @@ def release_kernel(
 
 
 @triton.jit
+def _asked(
+    row, weights, at, mask,
+    VALUE: tl.constexpr, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr, IS_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Return what a tile of the clipped sum is made of, as it is stored: up to four samples.
+
+    Of more samples it is the sum.
+    """
+    values = _pointer(row, VALUES, VALUE, ALIGNED)
+    if (tl.int32 == VALUE) or (tl.int64 == VALUE):
+        first = tl.load(values + at, mask=mask, other=0)
+        return first, first, first, first
+    elif IS_ONCE:  # noqa: RET505 - Triton needs the branches apart
+        stride, samples = _number(row, STRIDE, ALIGNED), tl.load(row + SAMPLES).to(tl.int32)
+        first = _sample(values, weights, 0, stride, samples, at, mask)
+        second, third, fourth = first, first, first
+        if AT_ONCE > 1:
+            second = _sample(values, weights, 1, stride, samples, at, mask)
+        if AT_ONCE > 2:
+            third = _sample(values, weights, 2, stride, samples, at, mask)
+        if AT_ONCE > 3:
+            fourth = _sample(values, weights, 3, stride, samples, at, mask)
+        return first, second, third, fourth
+    else:
+        total = _clipped(row, weights, at, mask, VALUE, ALIGNED, QUARTER, AT_ONCE, IS_ONCE)
+        return total, total, total, total
+
+
+@triton.jit
+def _sample(values, weights, i, stride, samples, at, mask):
+    """Return a tile of a sample's gradient, as it is stored: zeros if its weight is 0."""
+    weight = tl.load(weights + i, mask=i < samples, other=0.0)
+    is_read = mask & (tl.zeros((QUARTER,), dtype=tl.float32) + weight != 0.0)
+    return tl.load(values + i * stride + at, mask=is_read, other=0)
+
+
+@triton.jit
+def _total(asked, row, weights, VALUE: tl.constexpr, AT_ONCE: tl.constexpr, IS_ONCE: tl.constexpr):
+    """Return a tile of the clipped sum, float64, of what was asked for: see `_weighted`."""
+    if (tl.int32 == VALUE) or (tl.int64 == VALUE):
+        return asked[0].to(tl.float64) * tl.load(weights).to(tl.float64)
+    elif IS_ONCE:  # noqa: RET505 - Triton needs the branches apart
+        samples, total = tl.load(row + SAMPLES).to(tl.int32), tl.zeros((QUARTER,), tl.float64)
+        for i in tl.static_range(AT_ONCE):
+            weight = tl.load(weights + i, mask=i < samples, other=0.0).to(tl.float64)
+            # A product of two float32 numbers is exact, so that a fused sum rounds as any other.
+            total = tl.fma(weight, asked[i].to(tl.float64), total)
+        return total
+    else:
+        return asked[0]
+
+
+@triton.jit
 def _noisy(total, steps, spacing, factor, DTYPE: tl.constexpr):
     """Return a sum, rounded to the noise's grid, with its noise, times `factor`.
 
@@ -196,7 +255,7 @@ def _noisy(total, steps, spacing, factor, DTYPE: tl.constexpr):
     sum to the grid. Taken off the noise, which is on the grid, it is gone from the total, exactly.
     """
     magic = MAGIC * spacing
-    total = (total + magic) + (steps * spacing - magic)
+    total = (total + magic) + tl.fma(steps, spacing, -magic)
     if tl.float64 != DTYPE:
         total = total.to(tl.float32)
     return (total * factor).to(DTYPE)
@@ -228,6 +287,16 @@ def _inverse_root(x):
 
 
 @triton.jit
+def _rates(rates):
+    """Return what `_adamw` takes of a row of rates, or of several."""
+    return (
+        tl.load(rates + LR) * tl.load(rates + DECAY), tl.load(rates + BETA1),
+        tl.load(rates + BETA2), tl.load(rates + EPS), tl.load(rates + STEP),
+        tl.load(rates + ROOT), tl.load(rates + INVERSE_ROOT),
+    )  # fmt: skip
+
+
+@triton.jit
 def _adamw(param, gradient, mean, square, rates):
     """Return parameter and averages after a step of AdamW, float32: see `multi_tensor.AdamWStep`.
 
@@ -235,8 +304,8 @@ def _adamw(param, gradient, mean, square, rates):
     multiply-add has exactly: so they are rounded as divisions and roots are, if numbers are neither
     tiny nor huge, without the branches that those take for numbers that are.
     """
-    beta1, beta2 = tl.load(rates + BETA1), tl.load(rates + BETA2)
-    param = tl.fma(-(tl.load(rates + LR) * tl.load(rates + DECAY)), param, param)
+    decay, beta1, beta2, eps, step_size, correction, inverse_correction = rates
+    param = tl.fma(-decay, param, param)
     mean = tl.fma(beta1, mean, tl.fma(-beta1, gradient, gradient))
     gradient = gradient * gradient
     square = tl.fma(beta2, square, tl.fma(-beta2, gradient, gradient))
@@ -244,10 +313,9 @@ def _adamw(param, gradient, mean, square, rates):
     root = square * inverse
     root = tl.fma(tl.fma(-root, root, square), 0.5 * inverse, root)
     root = tl.where(square > 0.0, root, square)
-    correction, inverse = tl.load(rates + ROOT), tl.load(rates + INVERSE_ROOT)
-    ratio = root * inverse
-    ratio = tl.fma(tl.fma(-correction, ratio, root), inverse, ratio)
-    below, above = ratio + tl.load(rates + EPS), tl.load(rates + STEP) * mean
+    ratio = root * inverse_correction
+    ratio = tl.fma(tl.fma(-correction, ratio, root), inverse_correction, ratio)
+    below, above = ratio + eps, step_size * mean
     inverse = _reciprocal(below)
     inverse = tl.fma(tl.fma(-below, inverse, 1.0), inverse, inverse)
     change = above * inverse
@@ -267,19 +335,38 @@ def _state(row, at, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _stored(old, new, is_kept, DTYPE: tl.constexpr):
+    """Return what is stored: the old number where it is kept, else the new one, rounded."""
+    if INTERPRETED or (tl.bfloat16 != DTYPE):
+        return tl.where(is_kept, old, new.to(DTYPE))
+    else:  # noqa: RET505 - Triton needs the branches apart
+        # Two at a time are rounded, and chosen by bits: the compiler would take one by one.
+        keep = tl.where(is_kept, -1, 0).to(tl.int16)
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; lop3.b32 $0, $4, $1, t, 0xCA;}",
+            "=r,r,r,r,r",
+            [old, new, keep],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
 def _take_step(
-    row, rates, at, mask, param, mean, square, gradient, is_kept,
-    DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+    row, rates, at, mask, state, gradient, is_kept, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Take a step of AdamW with a gradient, but for elements that are kept as they are."""
-    param, mean, square = param.to(tl.float32), mean.to(tl.float32), square.to(tl.float32)
+    param, mean = state[0].to(tl.float32), state[1].to(tl.float32)
+    square = state[2].to(tl.float32)
     new = _adamw(param, gradient.to(tl.float32), mean, square, rates)
     # Written as they were, and not left out: a thread's stores stay wide.
-    param = tl.where(is_kept, param, new[0]).to(DTYPE)
-    mean, square = tl.where(is_kept, mean, new[1]).to(DTYPE), tl.where(is_kept, square, new[2])
+    param = _stored(state[0], new[0], is_kept, DTYPE)
+    mean = _stored(state[1], new[1], is_kept, DTYPE)
+    square = _stored(state[2], new[2], is_kept, DTYPE)
     tl.store(_pointer(row, PARAM, DTYPE, ALIGNED) + at, param, mask=mask)
     tl.store(_pointer(row, MEAN, DTYPE, ALIGNED) + at, mean, mask=mask)
-    tl.store(_pointer(row, SQUARE, DTYPE, ALIGNED) + at, square.to(DTYPE), mask=mask)
+    tl.store(_pointer(row, SQUARE, DTYPE, ALIGNED) + at, square, mask=mask)
 
 
 # --- noise ----------------------------------------------------------------------------------------
@@ -331,9 +418,8 @@ def noisy_kernel(
     recipe, begin = recipes + tensor * recipe_stride, _number(row, FIRST, ALIGNED)
     tile = program - tl.load(first_tiles + tensor)
     block = (begin // TILE + tile) * BLOCKS + tl.arange(0, BLOCKS)
-    begin = tile * TILE - begin % TILE
+    begin = (begin // TILE + tile) * TILE - begin  # not by %, of which the compiler knows less
     numel = _number(row, NUMEL, ALIGNED)
-    spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
     out = _pointer(row, OUT, DTYPE, ALIGNED)
     lane = tl.arange(0, QUARTER)
     # So that no access is wider than what a thread has: the compiler believes arithmetic.
@@ -341,36 +427,36 @@ def noisy_kernel(
     at1, at2, at3 = at0 + QUARTER, at0 + 2 * QUARTER, at0 + 3 * QUARTER
     mask0, mask1 = (at0 >= 0) & (at0 < numel), (at1 >= 0) & (at1 < numel)
     mask2, mask3 = (at2 >= 0) & (at2 < numel), (at3 >= 0) & (at3 < numel)
-    # What the noise is added to is asked for before the cipher runs, and is there when it has.
-    total0 = tl.zeros((QUARTER,), dtype=tl.float64)
-    total1, total2, total3 = total0, total0, total0
+    # What the noise is added to is asked for before the cipher runs, and is there when it has. It
+    # stays as it is till then: to compute with it would be to wait.
     if HAS_SUM:
-        total0 = _clipped(row, weights, at0, mask0, VALUE, ALIGNED, QUARTER, AT_ONCE, IS_ONCE)
-        total1 = _clipped(row, weights, at1, mask1, VALUE, ALIGNED, QUARTER, AT_ONCE, IS_ONCE)
-        total2 = _clipped(row, weights, at2, mask2, VALUE, ALIGNED, QUARTER, AT_ONCE, IS_ONCE)
-        total3 = _clipped(row, weights, at3, mask3, VALUE, ALIGNED, QUARTER, AT_ONCE, IS_ONCE)
+        asked0 = _asked(row, weights, at0, mask0, VALUE, ALIGNED, AT_ONCE, IS_ONCE)
+        asked1 = _asked(row, weights, at1, mask1, VALUE, ALIGNED, AT_ONCE, IS_ONCE)
+        asked2 = _asked(row, weights, at2, mask2, VALUE, ALIGNED, AT_ONCE, IS_ONCE)
+        asked3 = _asked(row, weights, at3, mask3, VALUE, ALIGNED, AT_ONCE, IS_ONCE)
     if ADAMW:
-        param0, mean0, square0 = _state(row, at0, mask0, DTYPE, ALIGNED)
-        param1, mean1, square1 = _state(row, at1, mask1, DTYPE, ALIGNED)
-        param2, mean2, square2 = _state(row, at2, mask2, DTYPE, ALIGNED)
-        param3, mean3, square3 = _state(row, at3, mask3, DTYPE, ALIGNED)
+        state0 = _state(row, at0, mask0, DTYPE, ALIGNED)
+        state1 = _state(row, at1, mask1, DTYPE, ALIGNED)
+        state2 = _state(row, at2, mask2, DTYPE, ALIGNED)
+        state3 = _state(row, at3, mask3, DTYPE, ALIGNED)
+        numbers = _rates(rates)
+    scale, spacing, distance = secure_numbers(recipe)
     w0, w1, w2, w3 = secure_words(block, recipe)
     bits = tl.zeros((BLOCKS,), dtype=tl.int32)
     for i in tl.static_range(4):
         at = at0 if i == 0 else (at1 if i == 1 else (at2 if i == 2 else at3))
         mask = mask0 if i == 0 else (mask1 if i == 1 else (mask2 if i == 2 else mask3))
-        total = total0 if i == 0 else (total1 if i == 1 else (total2 if i == 2 else total3))
         words = w0 if i == 0 else (w1 if i == 1 else (w2 if i == 2 else w3))
-        steps, is_open = secure_steps(words, recipe, coefficients)
+        steps, is_open = secure_steps(words, scale, distance, coefficients)
+        total = tl.zeros((QUARTER,), dtype=tl.float64)
+        if HAS_SUM:
+            asked = asked0 if i == 0 else (asked1 if i == 1 else (asked2 if i == 2 else asked3))
+            total = _total(asked, row, weights, VALUE, AT_ONCE, IS_ONCE)
         gradient = _noisy(total, steps, spacing, factor, DTYPE)
         tl.store(out + at, gradient, mask=mask)
         if ADAMW:
-            param = param0 if i == 0 else (param1 if i == 1 else (param2 if i == 2 else param3))
-            mean = mean0 if i == 0 else (mean1 if i == 1 else (mean2 if i == 2 else mean3))
-            square = (
-                square0 if i == 0 else (square1 if i == 1 else (square2 if i == 2 else square3))
-            )
-            _take_step(row, rates, at, mask, param, mean, square, gradient, is_open, DTYPE, ALIGNED)
+            state = state0 if i == 0 else (state1 if i == 1 else (state2 if i == 2 else state3))
+            _take_step(row, numbers, at, mask, state, gradient, is_open, DTYPE, ALIGNED)
         marks = (is_open & mask).to(tl.int32) << (4 * i + lane % 4)
         bits |= tl.sum(tl.reshape(marks, (BLOCKS, 4)), 1)
     _list_open(bits, lists, num_lists, capacity)
@@ -407,7 +493,8 @@ def open_kernel(
         at, element = place - first % TILE, first // TILE * TILE + place
         mask = inside & (at >= 0) & (at < tl.load(row + NUMEL))
         words = secure_word(element, recipe)
-        is_open = secure_steps(words, recipe, coefficients)[1]
+        scale, spacing, distance = secure_numbers(recipe)
+        is_open = secure_steps(words, scale, distance, coefficients)[1]
         steps = decided_steps(element, words, recipe, coefficients)
         mask &= is_open
         total = tl.zeros((AT_ONCE,), dtype=tl.float64)
@@ -421,15 +508,11 @@ def open_kernel(
                     weight + sample, mask=mask & (sample < tl.load(row + SAMPLES)), other=0.0
                 )
                 total += _share(values + sample * tl.load(row + STRIDE), w, at, mask, AT_ONCE)
-        spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
         gradient = _noisy(total, steps, spacing, factor, DTYPE)
         tl.store(tl.load(row + OUT).to(tl.pointer_type(DTYPE)) + at, gradient, mask=mask)
         if ADAMW:
-            param, mean, square = _state(row, at, mask, DTYPE, False)
-            _take_step(
-                row, rates + tensor * NUM_RATES, at, mask, param, mean, square, gradient,
-                mask == 0, DTYPE, False,
-            )  # fmt: skip
+            state, numbers = _state(row, at, mask, DTYPE, False), _rates(rates + tensor * NUM_RATES)
+            _take_step(row, numbers, at, mask, state, gradient, mask == 0, DTYPE, False)
 
 
 # --- launches: tables for the kernels, and nothing that waits for the device ----------------------

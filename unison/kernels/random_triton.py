@@ -282,12 +282,13 @@ def decided_steps(element, words, numbers, coefficients):
 
 
 @triton.jit
-def secure_steps(words, numbers, coefficients):
+def secure_steps(words, scale, distance, coefficients):
     """Return secure noise in spacings, integers in float64, and where `decided_steps` is to say.
 
     Args:
         words: The words of elements.
-        numbers: The recipe.
+        scale: The first number of the recipe, see `secure_numbers`.
+        distance: The third.
         coefficients: `kernel_table(COARSE)`.
     """
     # x = (v + 1/2) / 2^31 of the last 31 bits: behind them in a mantissa, with a 1 after them.
@@ -304,10 +305,14 @@ def secure_steps(words, numbers, coefficients):
     z = tl.fma(tl.fma(c2, u, c1), u, c0)
     sign = (words & 0x80000000).to(tl.uint64) << 32
     z = (z.to(tl.uint64, bitcast=True) ^ sign).to(tl.float64, bitcast=True)
-    scale = _real(numbers, 0)
     steps = tl.fma(z, scale, MAGIC) - MAGIC
-    distance = tl.fma(-scale, reach, _real(numbers, 2))
-    return steps, tl.abs(tl.fma(z, scale, -steps)) > distance
+    return steps, tl.abs(tl.fma(z, scale, -steps)) > tl.fma(-scale, reach, distance)
+
+
+@triton.jit
+def secure_numbers(numbers):
+    """Return the three numbers of a recipe: see `random.secure_floats`."""
+    return _real(numbers, 0), _real(numbers, 1), _real(numbers, 2)
 
 
 @triton.jit
