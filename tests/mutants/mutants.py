@@ -135,7 +135,7 @@ _PRIVACY = [
     ("require_given", " or gradient is not own()", ""),
     ("BatchDealer.loss_factor", "max(1, self.plan.num_samples)", "max(1, part.num_rows)"),
     (
-        "Draws.records",
+        "drawn_records",
         "priorities.argsort(stable=True)[: sampling.capacity]",
         "slice(sampling.capacity)",
     ),

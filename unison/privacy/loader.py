@@ -29,7 +29,15 @@ from unison import check
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.arguments import KEPT_SETTINGS, refuse_contradiction, refuse_unknown_loader
 from unison.privacy.mixing import refuse_mixing
-from unison.privacy.sampling import Draws, PhysicalBatch, Sampling, cut_passes, physical_batches
+from unison.privacy.sampling import (
+    PhysicalBatch,
+    Sampling,
+    check_drawing,
+    cut_passes,
+    drawn_records,
+    physical_batches,
+    steps_per_epoch,
+)
 from unison.rng import Key
 
 if TYPE_CHECKING:
@@ -47,10 +55,10 @@ class PrivateLoader:
     other; `current` says what the one in the user's hands is.
 
     Guarantees:
-        The records of step s are `Draws(sampling, key, len(dataset)).records(s)`, whichever
-        settings the loader has. `current` belongs to the batch that was handed out last, also
-        where workers have read ahead. The user's generator, and torch's, numpy's and Python's
-        global ones, are not used for drawing. A draw of no records gives a batch of zero rows.
+        The records of a step are those of `drawn_records`, whichever settings the loader has.
+        `current` belongs to the batch that was handed out last, also where workers have read
+        ahead. The user's generator, and torch's, numpy's and Python's global ones, are not used for
+        drawing. A draw of no records gives a batch of zero rows.
 
     Args:
         data_loader: The user's loader. Its data set, `collate_fn`, workers and memory settings are
@@ -101,9 +109,10 @@ class PrivateLoader:
                 "sampling rate than the ledger says. Remedy: pass the DataLoader it was made from"
             )
         refuse_unknown_loader(data_loader)
-        self._draws = Draws(sampling, key, len(data_loader.dataset))  # type: ignore[arg-type]
-        refuse_contradiction(data_loader, self._draws)
-        self._key = key
+        num_records = len(data_loader.dataset)  # type: ignore[arg-type]
+        check_drawing(sampling, key, num_records)
+        refuse_contradiction(data_loader, sampling)
+        self._sampling, self._key, self._num_records = sampling, key, num_records
         self._share: dict[str, Any] = {
             "rank": rank,
             "num_ranks": num_ranks,
@@ -127,7 +136,7 @@ class PrivateLoader:
     @property
     def sampling(self) -> Sampling:
         """How records are drawn."""
-        return self._draws.sampling
+        return self._sampling
 
     @property
     def dataset(self) -> Dataset[Any]:
@@ -161,7 +170,7 @@ class PrivateLoader:
 
     def __len__(self) -> int:
         """Logical batches in an epoch, a public number: optimizer steps, not physical batches."""
-        return self._draws.steps_per_epoch
+        return steps_per_epoch(self._sampling)
 
     @property
     def sampler(self) -> NoReturn:
@@ -233,7 +242,6 @@ class PrivateLoader:
             BadInput: An iteration is under way, or a logical batch is open.
         """
         self.set_start_step(self._next_step)
-        self._draws = Draws(self.sampling, key, self._draws.num_records)
         self._key = key
 
     def state_dict(self) -> dict[str, int]:
@@ -285,15 +293,16 @@ class PrivateLoader:
         # n-th batch that comes back is of the n-th pass that holds records.
         first = self._next_step
         steps = range(first, (first // len(self) + 1) * len(self))  # to the end of its epoch
+        drawn = drawn_records(self._sampling, self._key, self._num_records, steps)
         passes, ahead = itertools.tee(
             each
-            for step in steps
-            for each in physical_batches(self._draws.records(step), step=step, **self._share)
+            for step, records in zip(steps, drawn, strict=True)
+            for each in physical_batches(records, step=step, **self._share)
         )
         wanted = (each.record_ids.tolist() for each in ahead if each.num_samples)
         # Before the first batch, record 0 once and twice: what grows from the first to the second
         # holds records. And two others, which may be longer.
-        last = self._draws.num_records - 1
+        last = self._num_records - 1
         probes = [] if self._has_learned else [[0], [0, 0], [last // 2], [last]]
         self._requests.pending = itertools.chain(probes, wanted)
         self._loader.generator = self._seeds_of_workers()

@@ -18,7 +18,7 @@ computes is left out by selection, not by a product with 0: of zeros, `log` has 
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -237,8 +237,31 @@ def from_fields(fields: Mapping[str, Any]) -> Sampling:
         raise BadInput(f"the fields do not describe a sampling ({error}): {fields!r}") from None
 
 
-class Draws:
-    """The records of every step of a run, as a function of (key, sampling, step).
+def check_drawing(sampling: Sampling, key: Key, num_records: int) -> None:
+    """Make sure that records of a data set can be drawn so.
+
+    Raises:
+        BadInput: If they cannot, or the sampling was made for another data set.
+    """
+    check.positive(num_records=num_records)
+    if not isinstance(key, Key):
+        raise BadInput(
+            f"expected a unison.rng.Key, found {type(key).__name__}. Remedy: "
+            "Key.from_entropy(), or Key.from_seed(seed) for a run that can be repeated"
+        )
+    steps_per_epoch(sampling)
+    if not isinstance(sampling, Poisson) and sampling.num_records != num_records:
+        raise BadInput(
+            f"{sampling!r} was made for {sampling.num_records} records, found {num_records} "
+            "in the data set; its accounting would not hold. Remedy: build it with num_records="
+            "len(dataset)"
+        )
+
+
+def drawn_records(
+    sampling: Sampling, key: Key, num_records: int, steps: Iterable[int]
+) -> Iterator[Tensor]:
+    """Yield the records of each step [batch], int64: ascending, or in shuffled order.
 
     Guarantees:
         The draw of a step is the same in whichever process and order it is asked for, and changes
@@ -251,68 +274,38 @@ class Draws:
         sampling: How records are chosen.
         key: Root key of the run; on several ranks the same one (`Key.shared`).
         num_records: Size of the data set.
-
-    Attributes:
-        steps_per_epoch: Steps in which each record is expected once (Poisson, rounded up) or taken
-            at most once (shuffled). A public number.
+        steps: Their numbers.
     """
-
-    def __init__(self, sampling: Sampling, key: Key, num_records: int) -> None:
-        check.positive(num_records=num_records)
-        if not isinstance(key, Key):
-            raise BadInput(
-                f"expected a unison.rng.Key, found {type(key).__name__}. Remedy: "
-                "Key.from_entropy(), or Key.from_seed(seed) for a run that can be repeated"
-            )
-        self.steps_per_epoch = steps_per_epoch(sampling)
-        if not isinstance(sampling, Poisson) and sampling.num_records != num_records:
-            raise BadInput(
-                f"{sampling!r} was made for {sampling.num_records} records, found {num_records} "
-                "in the data set; its accounting would not hold. Remedy: build it with num_records="
-                "len(dataset)"
-            )
-        self.sampling, self.num_records = sampling, num_records
-        self._key = key
-        self._order, self._order_of = torch.empty(0, device="cpu"), (-1, -1)
-
-    def records(self, step: int) -> Tensor:
-        """Return the records of a step [batch], int64: ascending, or in shuffled order."""
+    order, order_of = torch.empty(0, device="cpu"), (-1, -1)
+    for step in steps:
         check.not_negative(step=step)
-        sampling = self.sampling
         with torch.device("cpu"):  # whatever the user's default device is
             if isinstance(sampling, Shuffled):
-                return self._shuffled(sampling.batch_size, step)
-            stream = Stream(self._key, "membership", step, _PURPOSE, Cipher.CHACHA20)
-            members = poisson_sample(stream, self.num_records, sampling.rate)
-            if isinstance(sampling, Poisson) or len(members) <= sampling.capacity:
-                return members
-            # Those of lowest priority, which is a function of (key, step, record), are kept.
-            stream = Stream(self._key, "truncation", step, _PURPOSE, Cipher.CHACHA20)
-            limits = (0, _PRIORITIES)
-            recipe = Recipe(stream.cipher, stream.words, Distribution.INTEGERS, (), limits)
-            priorities = torch.empty_like(members)
-            fill_rows(priorities, recipe, members, 1)
-            kept = priorities.argsort(stable=True)[: sampling.capacity]
-            return members[kept].sort().values
-
-    def _shuffled(self, batch_size: int, step: int) -> Tensor:
-        """Return the records of a step, whose order was made for many steps at once.
-
-        A permutation of few records takes as long as one of thousands: milliseconds, in which a
-        GPU would wait for its next batch.
-        """
-        epoch, position = divmod(step, self.steps_per_epoch)
-        at_once = max(1, _SHUFFLED_AT_ONCE // batch_size)
-        first = position - position % at_once
-        if (epoch, first) != self._order_of:
-            end = min(first + at_once, self.steps_per_epoch)
-            order = Permutation(Stream(self._key, "shuffle", epoch, _PURPOSE), self.num_records)
-            self._order = order(torch.arange(first * batch_size, end * batch_size))
-            self._order_of = epoch, first
-        return self._order.view(-1, batch_size)[position - first].clone()
-
-    def __repr__(self) -> str:
-        return f"Draws({self.sampling!r}, num_records={self.num_records})"
+                # The order is made for many steps at once: a permutation of few records takes as
+                # long as one of thousands, milliseconds in which a GPU would wait for its batch.
+                size, num_steps = sampling.batch_size, sampling.steps_per_epoch
+                epoch, position = divmod(step, num_steps)
+                at_once = max(1, _SHUFFLED_AT_ONCE // size)
+                first = position - position % at_once
+                if (epoch, first) != order_of:
+                    end = min(first + at_once, num_steps)
+                    permutation = Permutation(Stream(key, "shuffle", epoch, _PURPOSE), num_records)
+                    order = permutation(torch.arange(first * size, end * size))
+                    order_of = epoch, first
+                drawn = order.view(-1, size)[position - first].clone()
+            else:
+                stream = Stream(key, "membership", step, _PURPOSE, Cipher.CHACHA20)
+                drawn = poisson_sample(stream, num_records, sampling.rate)
+            if isinstance(sampling, TruncatedPoisson) and len(drawn) > sampling.capacity:
+                # Those of lowest priority, which is a function of (key, step, record), are kept.
+                stream = Stream(key, "truncation", step, _PURPOSE, Cipher.CHACHA20)
+                limits = (0, _PRIORITIES)
+                recipe = Recipe(stream.cipher, stream.words, Distribution.INTEGERS, (), limits)
+                priorities = torch.empty_like(drawn)
+                fill_rows(priorities, recipe, drawn, 1)
+                kept = priorities.argsort(stable=True)[: sampling.capacity]
+                drawn = drawn[kept].sort().values
+        yield drawn
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
