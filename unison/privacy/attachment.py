@@ -458,7 +458,7 @@ class Attachment:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # What is made of texts is not known as the batch's; what stands beside rows is public.
         of_batch = [leaf for leaf in given if recorder.slot_of(leaf) is not None] or given
-        watch = ForwardWatch(self.module, of_batch, recorder.kept)
+        watch = ForwardWatch(self.module, of_batch, recorder)
         self._following.enter_context(watch.running())
 
     def _follow_hooks(self) -> None:
