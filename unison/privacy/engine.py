@@ -325,7 +325,7 @@ class PrivacyEngine:
                 Session(
                     key_origin=key.origin,
                     key_commitment=key_commitment,
-                    unit=loader.layout.unit,
+                    unit=loader.unit,
                     rows_per_sample=rows_per_sample,
                     sampling_source="unison",
                     num_records=len(loader.dataset),  # type: ignore[arg-type]
