@@ -52,6 +52,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import RULES, Builder, Layout, Product, Record, plain_record, rule_of
 from unison.ops.elementwise import put, with_item
 from unison.ops.linear import of_bias
+from unison.ops.records import check_nobodys
 from unison.torch_internals import (
     is_dtensor,
     is_recording,
@@ -724,7 +725,7 @@ def records_of(
             "use_reentrant=False"
         )
     if layout.index is not None:
-        layout.check_nobodys(g)
+        check_nobodys(layout, g)
     is_whole = type(g) is Tensor and all(type(each) is Tensor for each in saved)
     for i, (tracked, builder) in enumerate(uses):
         if places is not None and all(i != place[0] for place in places):

@@ -19,6 +19,7 @@ from unison.kernels import factored
 from unison.kernels.available import takes
 from unison.kernels.multi_tensor import combine, squares
 from unison.ops import Dense, Product, Record, Streamed, plain_record
+from unison.ops.records import shape_of
 from unison.torch_internals import machine_of
 
 
@@ -318,7 +319,7 @@ class Clipping:
             self._finish(parameter, coefficients)
         elif not parameter.is_fast:
             held = sum(each.nbytes for kept in parameter.records for each in tensors_of(kept))
-            if 8 * math.prod(record.shape) <= held:  # a float64 sum is smaller
+            if 8 * math.prod(shape_of(record)) <= held:  # a float64 sum is smaller
                 self._add(parameter, coefficients)
 
     def is_complete(self, names: Iterable[str]) -> bool:
@@ -474,7 +475,7 @@ class Clipping:
         if parameter.total is None:
             first = parameter.records[0]
             device = tensors_of(first)[0].device
-            parameter.total = torch.zeros(first.shape, dtype=torch.float64, device=device)
+            parameter.total = torch.zeros(shape_of(first), dtype=torch.float64, device=device)
         while parameter.records:
             add_clipped(parameter.total, parameter.records.pop(0), coefficients)
 
@@ -482,7 +483,7 @@ class Clipping:
         """Make the clipped sum: no record is missing."""
         if parameter.total is None:
             records, parameter.records = parameter.records, []
-            shape = records[0].shape
+            shape = shape_of(records[0])
             if parameter.is_fast and (self.grid is None or self.grid.dtype == torch.int32):
                 parameter.clipped = measured.clipped_sum(records, coefficients, shape, self.grid)
             else:
