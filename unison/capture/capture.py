@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen, refuse_unseen, see
+from unison.capture.axes import (
+    NO_AXIS,
+    Axes,
+    AxisTable,
+    Call,
+    Seen,
+    axes_of,
+    layout_of,
+    refuse_unseen,
+    see,
+)
 from unison.capture.expression import (
     ALWAYS,
     derive,
@@ -42,6 +52,7 @@ from unison.capture.tracked import (
     ParamRegistry,
     Tracked,
     all_plain,
+    find_params,
     mapped,
     mark_in_place,
     marked,
@@ -166,7 +177,7 @@ class Capture:
         Raises:
             UnsupportedOperation: If the module is compiled, or a gradient went past the capture.
         """
-        params = ParamRegistry(self.module) if self._known is None else self._known
+        params = self._known or ParamRegistry(*find_params(self.module))
         refuse_compiled(params.modules)
         if self.repeats is not None and not self._is_again:  # else it is what waits
             self.repeats.clear()
@@ -348,7 +359,7 @@ class Capture:
                 "model for a batch"
             )
         is_traced = self.axes.is_traced or self._met is not None
-        axes = None if is_traced else self.axes.find(call)
+        axes = None if is_traced else axes_of(self.axes, call)
         if rule is None:
             return self._without_rule(call, axes, args, kwargs)
         is_alone = axes is not None and axes[0] is NO_AXIS
@@ -535,7 +546,7 @@ class Capture:
             raise UnsupportedOperation(f"{', '.join(call.names)}: {call}: {error}") from None
         if layout is not None:
             return layout
-        known = self.axes.find(call)  # one row for every sample, made without them
+        known = axes_of(self.axes, call)  # one row for every sample, made without them
         dim = NO_AXIS if known is None else known[0]
         if dim is None or output.shape[dim] % self.batch:
             return None
@@ -659,7 +670,7 @@ class Capture:
             if self._met is not None:
                 return output
         else:
-            layout = self.axes.layout_of(call, axes, output)
+            layout = layout_of(self.axes, call, axes, output)
         anchor = self.anchors.get(output.device)
         if anchor is None:
             anchor = self.anchors[output.device] = torch.zeros(

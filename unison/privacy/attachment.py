@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unison.capture import Capture, RngAutocastState, rng_autocast_state
 from unison.capture.torch_compile import uncompile
-from unison.capture.tracked import ParamRegistry
+from unison.capture.tracked import ParamRegistry, find_params
 from unison.clip import Clipping, Learned, Plan
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
@@ -210,7 +210,7 @@ class Attachment:
     ) -> None:
         module, owner = training.module, training.owner
         self.module, self.settings = module, settings
-        self.params = ParamRegistry(module)
+        self.params = ParamRegistry(*find_params(module))
         self._inputs_of = partial(inputs_of, dim=settings.batch_dim, rows=settings.rows_per_sample)
         self._owner, self._dealing = owner, dealing
         self.plan: Plan | None = None
@@ -327,7 +327,7 @@ class Attachment:
         """Give the module back as it was; nothing here keeps it alive."""
         self.drop_pass()
         self._handles.close()
-        self.params.clear()
+        self.params.modules, self.params.places, self.params.tracked = [], [], {}
         self._hooked.clear()
         self._training = None
 
@@ -827,7 +827,7 @@ class Attachment:
             running.coefficients.clear()
             running.call = running.summands = None
             if running.batch.is_last:
-                self.params.forget()
+                self.params.tracked = {}
             # Sharded units end their own backward pass after this, and must still know that there
             # are no gradients for them to sum.
             _queue(running.context.close)
