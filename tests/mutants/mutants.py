@@ -133,7 +133,7 @@ _PRIVACY = [
     ("AdaptiveClipping.updated", "-self.learning_rate", "self.learning_rate"),
     ("noisy_fraction", "+ 0.5", ""),
     ("require_given", " or gradient is not own()", ""),
-    ("BatchDealer.loss_factor", "max(1, self.plan.num_samples)", "max(1, part.num_rows)"),
+    ("PrivateTraining.coefficients", "max(1, dealing.plan.num_samples)", "max(1, part.num_rows)"),
     (
         "drawn_records",
         "priorities.argsort(stable=True)[: sampling.capacity]",

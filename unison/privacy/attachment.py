@@ -51,12 +51,13 @@ from unison.privacy.learning import ClippingSettings, Learning
 from unison.privacy.loss_check import KEPT, is_checked_again, label_check
 from unison.privacy.loss_tape import EARLIER, OTHER_ROWS, refuse_unseen
 from unison.privacy.sampling import (
-    BatchDealer,
     BatchPlan,
+    Dealing,
     Part,
     PhysicalBatch,
     granular_pass,
     packed,
+    rows_to_plan,
     take_mean_was_used,
     unpacked,
 )
@@ -206,7 +207,7 @@ class Attachment:
     """
 
     def __init__(
-        self, training: "PrivateTraining", settings: ClippingSettings, dealing: BatchDealer
+        self, training: "PrivateTraining", settings: ClippingSettings, dealing: Dealing
     ) -> None:
         module, owner = training.module, training.owner
         self.module, self.settings = module, settings
@@ -359,7 +360,7 @@ class Attachment:
                 "expected what the module is called with, a batch of at least one sample"
             )
         inputs = self._inputs_of(args, kwargs, sizes[0])
-        num_rows = self._dealing.rows_to_plan(sizes[0])
+        num_rows = rows_to_plan(self._dealing, sizes[0])
         return self._plan_of(self.learning.learn(inputs), num_rows, inputs)
 
     def _plan_of(self, learned: Learned, num_rows: int, inputs: Inputs) -> Plan:

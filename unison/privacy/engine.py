@@ -42,7 +42,7 @@ from unison.privacy.ledger_file import Session
 from unison.privacy.loader import PrivateLoader, RowShape
 from unison.privacy.mechanism import CLIP_RULES, AdaptiveClipping, Mechanism, Release, Schedule
 from unison.privacy.sampling import (
-    BatchDealer,
+    Dealing,
     Ranks,
     Sampling,
     compare_across_ranks,
@@ -346,7 +346,7 @@ class PrivacyEngine:
                 optimizer,
                 loader,
                 owner=owner,
-                dealing=BatchDealer(
+                dealing=Dealing(
                     ranks,
                     granule,
                     max_physical_batch_size,
