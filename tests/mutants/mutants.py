@@ -30,7 +30,7 @@ _OPS = [
     ("gru_step", "z * (state[0] - n)", "z * (n - state[0])"),
 ]
 _CAPTURE = [
-    ("_Tap.forward", "output.clone()", "output"),
+    ("Capture.__call__", "None if is_fresh else torch.clone", "None"),
     ("refuse_gradient", "gradient is not None", "False"),
     ("records_of", "check_nobodys(layout, g)", "pass"),
     ("RowResults.differs", "bool(differ[kept].any())", "False"),

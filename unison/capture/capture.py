@@ -4,8 +4,9 @@ The only code that intercepts a pass. It leaves records, as data, by parameter n
 A tap on the output of each operation that uses parameters makes records of its gradient.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 from weakref import ref
@@ -81,7 +82,13 @@ ANCHOR = "_unison_anchor"
 
 OnRecord = Callable[[str, Record], None]
 Uses = list[tuple[Tracked, Builder]]  # of parameters by one operation
+Use = tuple[Layout | None, Uses, int | None, bool]
+"""Where samples lie (None if it was made in a backward pass, and is not known there), the uses of
+parameters, the number of the operation in the forward pass (None if it cannot be met again), and
+whether it was made in a backward pass."""
 OnProduct = Callable[[str, Product], bool]
+Gradients = tuple[Tensor | None, ...]
+OnGradients = Callable[[Any, Gradients], Iterable[Tensor | None]]
 
 _NO_MODULE = nn.Module()
 
@@ -693,13 +700,53 @@ class Capture:
             if is_late:
                 self.used_late.update(name for value, _ in tracked for name in value.of_parameters)
             number = None if self.repeats is None or is_late else self.repeats.number(call)
-            use = self, layout, tracked, number, is_late
+            use = layout, tracked, number, is_late
             if self._uses is not None:
                 self._uses.append(tracked)
         # A linear map makes a view, where it reshapes what it made: nobody else sees the original.
         if is_fresh and output._base is not None:
             output = _as_no_view(output, output.shape)
-        return _Tap.apply(use, is_fresh, output, anchor, *saved)  # type: ignore[return-value]
+        pass_on = None if is_fresh else torch.clone
+        on_gradient = partial(self._on_gradient, use)
+        (tapped,) = Handover.apply(on_gradient, pass_on, 1, anchor, output, *saved)  # type: ignore[misc]
+        return tapped
+
+    def _on_gradient(self, use: Use | None, node: Any, gradients: Gradients) -> Gradients:
+        """Record the uses of parameters by an operation whose gradient has come.
+
+        Args:
+            use: What is to be recorded; None in a second pass, which is not gone backward.
+            node: Has the tensors that records are made of.
+            gradients: Of what came out.
+        """
+        (g,) = gradients
+        if g is None:
+            return gradients
+        if use is None:
+            refuse_gradients()
+        layout, uses, number, is_late = use
+        try:
+            saved = node.saved_tensors  # asked for once: checkpointing makes them again for it
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                refuse_changed()
+            raise
+        saved = tuple(value.detach() for value in saved)
+        places = []
+        for place, name, record in records_of(layout, uses, g, saved):
+            if is_late:
+                self.recorded_late.add(name)
+            if not self.streams:
+                record = plain_record(record)
+            if number is None or self.on_product is None or type(record) is not Product:
+                self.on_record(name, record)
+            elif self.on_product(name, record):
+                places.append(place)
+        if places:
+            assert self.repeats is not None
+            assert number is not None
+            self.repeats.keep(number, g, tuple(map(local, saved)), places)
+        return gradients
 
     def _record_again(
         self, call: Call, layout: Layout | None, uses: Uses, saved: Sequence[Tensor]
@@ -759,69 +806,46 @@ def records_of(
                 yield (i, j), source.name, own
 
 
-class _Tap(torch.autograd.Function):
-    """Marks a fresh tensor as its own output, or copies one that shares memory with others.
+class Handover(torch.autograd.Function):
+    """Hands tensors on as its own, and calls back when their gradients have come, all at once.
 
-    The mark costs no copy, and the tensor may be changed in place later (a view could not). It
-    needs a tensor whose own backward does not read it. What is saved goes through autograd, so that
-    activation checkpointing drops it and makes it again.
+    What is saved goes through autograd, so that activation checkpointing drops it and makes it
+    again.
 
     Args:
-        use: What is to be recorded: the capture, where samples lie (None if it was made in a
-            backward pass, and is not known there), the uses of parameters, the number of the
-            operation in the forward pass (None if it cannot be met again), and whether it was made
-            in a backward pass. None in a second pass, which is not gone backward.
-        is_fresh: Whether the operation made the output new and does not need it in its backward.
-        output: What the operation returned.
-        anchor: A scalar that requires a gradient, so that one comes even if no input does.
-        saved: What the record is made of.
+        on_gradients: Called with the node, which has `saved_tensors`, and the gradients; returns
+            those of the tensors before it.
+        pass_on: Makes what is handed on; None marks the tensor itself, which costs no copy, and
+            lets it be changed in place later (a view could not). It needs a tensor whose own
+            backward does not read it.
+        num_tensors: How many tensors are handed on.
+        anchor: A scalar that requires a gradient, so that one comes even if no tensor does.
+        tensors: Those that are handed on, and those that are saved.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        use: tuple["Capture", Layout | None, Uses, int | None, bool] | None,
-        is_fresh: bool,
-        output: Tensor,
+        on_gradients: OnGradients,
+        pass_on: Callable[[Tensor], Tensor] | None,
+        num_tensors: int,
         anchor: Tensor,
-        *saved: Tensor,
-    ) -> Tensor:
-        ctx.use, ctx.num_saved = use, len(saved)
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Hand tensors on, and save the others."""
+        passed, saved = tensors[:num_tensors], tensors[num_tensors:]
+        ctx.on_gradients, ctx.num_saved = on_gradients, len(saved)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)  # no gradient is no use, in every pass
-        if not is_fresh:
-            return output.clone()
-        ctx.mark_dirty(output)
-        return output
+        if pass_on is not None:
+            return tuple(map(pass_on, passed))
+        ctx.mark_dirty(*passed)
+        return passed
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> tuple:  # type: ignore[override]
-        nothing = None, None, g, None, *(None for _ in range(ctx.num_saved))
-        if g is None:
-            return nothing
-        if ctx.use is None:
-            refuse_gradients()
-        capture, layout, uses, number, is_late = ctx.use
-        try:
-            saved = ctx.saved_tensors  # asked for once: checkpointing makes them again for it
-        except RuntimeError as error:
-            if "modified by an inplace operation" in str(error):
-                refuse_changed()
-            raise
-        saved = tuple(value.detach() for value in saved)
-        places = []
-        for place, name, record in records_of(layout, uses, g, saved):
-            if is_late:
-                capture.recorded_late.add(name)
-            if not capture.streams:
-                record = plain_record(record)
-            if number is None or capture.on_product is None or type(record) is not Product:
-                capture.on_record(name, record)
-            elif capture.on_product(name, record):
-                places.append(place)
-        if places:
-            capture.repeats.keep(number, g, tuple(map(local, saved)), places)
-        return nothing
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:  # type: ignore[override]
+        """Call back; what only was saved gets no gradient."""
+        return *(None,) * 4, *ctx.on_gradients(ctx, gradients), *(None,) * ctx.num_saved
 
 
 def _followed_apply(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from unison.capture import Capture, RngAutocastState, rng_autocast_state
+from unison.capture.capture import Gradients, Handover
 from unison.capture.torch_compile import uncompile
 from unison.capture.tracked import ParamRegistry, find_params
 from unison.clip import Clipping, Learned, Plan
@@ -82,28 +83,10 @@ _queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignor
 
 Summands = tuple[MakeSums, BatchPlan, Sequence[int], torch.dtype]
 """What `ParallelAdapter.add` takes."""
-OnBackward = Callable[[tuple[Tensor, ...], tuple[Tensor | None, ...]], None]
+OnBackward = Callable[[tuple[Tensor, ...], Gradients], None]
 
 
-class _Gate(torch.autograd.Function):
-    """Hands all outputs on at once, so that all their gradients come back at once."""
-
-    @staticmethod
-    def forward(ctx: Any, on_backward: OnBackward, anchor: Tensor, *outputs: Tensor) -> tuple:
-        ctx.on_backward = on_backward
-        ctx.save_for_backward(*outputs)
-        ctx.set_materialize_grads(False)
-        return tuple(_as_no_view(output, output.shape) for output in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:  # type: ignore[override]
-        ctx.on_backward(ctx.saved_tensors, gradients)
-        return None, None, *_with_thin_zeros(ctx.saved_tensors, gradients)
-
-
-def _with_thin_zeros(
-    outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
-) -> Iterator[Tensor | None]:
+def _with_thin_zeros(outputs: tuple[Tensor, ...], gradients: Gradients) -> Iterator[Tensor | None]:
     """Gradients of outputs; zeros without memory where a compiled graph needs one and none came.
 
     Autograd would make zeros of the output's shape and hold them all through the graph's backward
@@ -134,11 +117,19 @@ def gate(output: Any, on_backward: OnBackward) -> Any:
     ]
     if not places:
         return output
+
+    def on_gradients(node: Any, gradients: Gradients) -> Iterator[Tensor | None]:
+        on_backward(node.saved_tensors, gradients)
+        return _with_thin_zeros(node.saved_tensors, gradients)
+
+    def pass_on(output: Tensor) -> Tensor:
+        return _as_no_view(output, output.shape)
+
     tensors = [unpacked(leaves[place]) for place in places]  # one per granule, or one
     flat = [tensor for each in tensors for tensor in each]
     # A model whose outputs take no gradients: the user's loop calls backward all the same.
     anchor = torch.zeros((), device=flat[0].device, requires_grad=True)
-    passed = iter(_Gate.apply(on_backward, anchor, *flat))  # type: ignore[arg-type]
+    passed = iter(Handover.apply(on_gradients, pass_on, len(flat), anchor, *flat, *flat))  # type: ignore[arg-type]
     for place, each in zip(places, tensors, strict=True):
         leaves[place] = packed(leaves[place], [next(passed) for _ in each])
     return tree_unflatten(leaves, spec)
@@ -658,7 +649,7 @@ class Attachment:
         attachment: "ref[Attachment]",
         given: Any,
         outputs: tuple[Tensor, ...],
-        gradients: tuple[Tensor | None, ...],
+        gradients: Gradients,
     ) -> None:
         """Gradients have come to the gate: the module's own backward pass is next."""
         self = attachment()
@@ -692,7 +683,7 @@ class Attachment:
         _queue(self._end_backward)
 
     def _refuse_batch_outputs(
-        self, given: Any, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
+        self, given: Any, outputs: tuple[Tensor, ...], gradients: Gradients
     ) -> None:
         """Refuse a gradient of an output that is of the whole batch, if samples mix in it."""
         if not self._dealing.parts:
@@ -751,7 +742,7 @@ class Attachment:
         self,
         running: RunningPass,
         outputs: tuple[Tensor, ...],
-        gradients: tuple[Tensor | None, ...],
+        gradients: Gradients,
     ) -> None:
         reached = [
             (output, gradient)
