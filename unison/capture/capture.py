@@ -5,7 +5,7 @@ A tap on the output of each operation that uses parameters makes records of its 
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
@@ -121,6 +121,8 @@ class Capture:
             records goes as it is used.
 
     Attributes:
+        is_learning: Whether it is only found out what the model does.
+        met: What parameters meet, where it is only written down; else None.
         used: Names of the parameters that were used.
         used_late: Names of those that were used in the backward pass: activation checkpointing.
         recorded_late: Names of those whose records are of such uses, which `recompute` does not
@@ -149,6 +151,7 @@ class Capture:
         self._known = known
         self.streams, self.has_one_backward = streams, has_one_backward
         self.on_record, self.on_product = on_record, on_product
+        self.is_learning = False
         self.seen: list[Seen] | None = None  # while learning
         self.used: set[str] = set()
         self.used_late: set[str] = set()
@@ -163,7 +166,7 @@ class Capture:
         self._current: tuple[Call, Axes | None] | None = None  # what a rule runs for
         # While samples are followed; and what was made of parameters alone in the last such pass.
         self.trace: RowTrace | None = None
-        self._met: list[Met] | None = None  # while it is looked at where samples go
+        self.met: list[Met] | None = None  # while it is looked at where samples go
         self._written: list[ref[Tensor]] = []  # what has become something made of parameters
         self._resolved: dict[Call, bool] = {}  # whether a call has made an expression
         # Uses that wait in the graph: only for who will `release` them, or all would be a cycle.
@@ -190,37 +193,28 @@ class Capture:
             self.repeats.clear()
         self._outer = torch._C._current_graph_task_id()
         placing = self.module.__dict__.get(PLACING)
-        if placing is not None:
-            with placing(self), self._given_back():
+        with ExitStack() as stack:
+            if placing is not None:
+                stack.enter_context(placing(self))
+            else:
+                tell_of_apply(_followed_apply)
+                stack.callback(tell_no_more, _followed_apply)
+                stack.enter_context(marked(params, self, is_guarded=is_guarded))
+                recurrent = [each for each in params.modules if isinstance(each[1], nn.RNNBase)]
+                if recurrent:
+                    stack.enter_context(flat_weights_renewed(recurrent))
+            try:
                 yield self
-            return
-        recurrent = [each for each in params.modules if isinstance(each[1], nn.RNNBase)]
-        tell_of_apply(_followed_apply)
-        try:
-            with (
-                marked(params, self, is_guarded=is_guarded),
-                flat_weights_renewed(recurrent) if recurrent else nullcontext(),
-                self._given_back(),
-            ):
-                yield self
-        finally:
-            tell_no_more(_followed_apply)
-
-    @contextmanager
-    def _given_back(self) -> Iterator[None]:
-        """Let a buffer that a parameter is written to be one again, after this block."""
-        try:
-            yield
-        finally:
-            for each in self._written:
-                if (target := each()) is not None and type(target) is Tracked:
-                    unmark(target)
-            self._written.clear()
+            finally:  # a buffer that a parameter is written to is one again
+                for each in self._written:
+                    if (target := each()) is not None and type(target) is Tracked:
+                        unmark(target)
+                self._written.clear()
 
     @contextmanager
     def learning(self) -> Iterator[list[Seen]]:
         """Only write down what is called and what comes out."""
-        self.seen = []
+        self.seen, self.is_learning = [], True
         with self.installed(), torch.no_grad():
             yield self.seen
 
@@ -269,19 +263,9 @@ class Capture:
         Args:
             batch: Tensors with samples along dimension 0.
         """
-        self._met = []
+        self.met, self.is_learning = [], True
         with self.installed(), torch.no_grad(), self._traced(batch, 0):
-            yield self._met
-
-    @property
-    def is_learning(self) -> bool:
-        """Whether it is only found out what the model does."""
-        return self.seen is not None or self._met is not None
-
-    @property
-    def is_meeting(self) -> bool:
-        """Whether it is only written down what parameters meet."""
-        return self._met is not None
+            yield self.met
 
     @contextmanager
     def recompute(self, surroundings: RngAutocastState) -> Iterator[None]:
@@ -341,10 +325,9 @@ class Capture:
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        is_learning = self.is_learning
         # Who learns runs all of it without gradients; what writes into `out` can have none.
-        is_unseen = is_learning and kwargs.get("out") is not None
-        if func in UNFOLLOWED or is_unseen or not (is_learning or torch.is_grad_enabled()):
+        is_unseen = self.is_learning and kwargs.get("out") is not None
+        if func in UNFOLLOWED or is_unseen or not (self.is_learning or torch.is_grad_enabled()):
             return func(*all_plain(args), **all_plain(kwargs))
         if func in ALWAYS and type(args[0]) is Tracked:
             return derive(func, args, kwargs)
@@ -365,12 +348,12 @@ class Capture:
                 f"{call} inside of torch.func or vmap, where the samples are not seen; write the "
                 "model for a batch"
             )
-        is_traced = self.axes.is_traced or self._met is not None
+        is_traced = self.axes.is_traced or self.met is not None
         axes = None if is_traced else axes_of(self.axes, call)
         if rule is None:
             return self._without_rule(call, axes, args, kwargs)
         is_alone = axes is not None and axes[0] is NO_AXIS
-        if is_alone and not is_learning and not is_in_place(func):
+        if is_alone and not self.is_learning and not is_in_place(func):
             return derive(func, args, kwargs)
         before, self._current = self._current, (call, axes)
         try:
@@ -410,8 +393,7 @@ class Capture:
 
     def call_alone(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a custom `autograd.Function` of parameters alone."""
-        is_learning = self.is_learning
-        if self.is_outside or not (is_learning or torch.is_grad_enabled()):
+        if self.is_outside or not (self.is_learning or torch.is_grad_enabled()):
             return func(*args, **kwargs)
         call, _ = self._call_of(func, args, kwargs)
         return self._derived(call, args, kwargs)
@@ -460,7 +442,7 @@ class Capture:
     def _without_rule(
         self, call: Call, axes: Axes | None, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        is_traced = self.axes.is_traced or self._met is not None
+        is_traced = self.axes.is_traced or self.met is not None
         if not is_traced and self.seen is None and axes is not None:
             if axes[0] is NO_AXIS:
                 return self._derived(call, args, kwargs)
@@ -525,9 +507,9 @@ class Capture:
         )
         first = next(item for item in tree_leaves(output) if isinstance(item, Tensor))
         layout = None if is_chosen_for_all else self._layout_for(call, first)
-        if self._met is not None:
+        if self.met is not None:
             met = trace.find(first)
-            self._met.append((call, met, layout))
+            self.met.append((call, met, layout))
             # Rows that were lost on the way are samples' all the same.
             is_expression = layout is None and (met is None or not is_mixed(met))
             return self._derived(call, args, kwargs) if is_expression else output
@@ -548,7 +530,7 @@ class Capture:
         try:
             layout = self.trace.layout_of(output)
         except UnsupportedOperation as error:
-            if self._met is not None:
+            if self.met is not None:
                 return None
             raise UnsupportedOperation(f"{', '.join(call.names)}: {call}: {error}") from None
         if layout is not None:
@@ -580,9 +562,9 @@ class Capture:
         layout = self._layout_for(call, output)
         if layout is not None and rows is None:
             check_constant(call, saved, layout.axis, output)
-        if self._met is not None:
-            self._met.append((call, rows, layout))
-        if layout is None and (rows is None or self._met is None or not is_mixed(rows)):
+        if self.met is not None:
+            self.met.append((call, rows, layout))
+        if layout is None and (rows is None or self.met is None or not is_mixed(rows)):
             raise _Expression
         self._resolved[call] = False
         return layout
@@ -616,8 +598,8 @@ class Capture:
             UnsupportedOperation: A parameter itself is written, or views of the tensor were made,
                 which would not be followed.
         """
-        is_learning = self.is_learning
-        if type(made) is not Tracked and is_learning:  # of what is not known yet, values are enough
+        # Of what is not known yet, values are enough.
+        if type(made) is not Tracked and self.is_learning:
             made = Tracked.of(made, target.sources, self)  # type: ignore[attr-defined]
         was_plain = type(target) is not Tracked
         if (
@@ -672,9 +654,9 @@ class Capture:
             if axes is not None and axes[0] is NO_AXIS:
                 raise _Expression
             return output
-        if self.axes.is_traced or self._met is not None:
+        if self.axes.is_traced or self.met is not None:
             layout = self._traced_layout(call, output, saved)
-            if self._met is not None:
+            if self.met is not None:
                 return output
         else:
             layout = layout_of(self.axes, call, axes, output)

@@ -152,29 +152,23 @@ class Clipping:
             if parameter.factors is not None:
                 parameter.factors.check()
             parameter.norms = parameter.gradients = parameter.factors = None
-        elif isinstance(record, Dense) and not parameter.records:
-            self._keep_formed(parameter, record)
-            if parameter.choice is not None:
+        planned = parameter.planned
+        kinds = None if planned is None else planned.kinds
+        is_alone = kinds is not None and len(kinds) == 1 and not parameter.records
+        if isinstance(record, Dense) and is_alone and parameter.choice is None:
+            assert planned is not None
+            choice = planned.chosen.choice
+            # Per-sample gradients that compiled passes have formed. As `_measure` would, in fewer
+            # steps: the host must not be slower than a GPU.
+            if choice.is_kept and choice.norm in measured.METHODS and takes(record.value):
+                kept = measured.materialize([record])
+                parameter.choice, parameter.is_fast, parameter.gradients = choice, True, kept
+                parameter.records, parameter.comes_again = [Dense(kept)], [False]
                 return
         parameter.records.append(record)
         parameter.comes_again.append(comes_again)
-        kinds = None if parameter.planned is None else parameter.planned.kinds
         if kinds is not None and len(parameter.comes_again) == len(kinds):
             self._measure(parameter)
-
-    def _keep_formed(self, parameter: UsedParameter, record: Dense) -> None:
-        """Keep per-sample gradients that compiled passes have formed, where that is planned.
-
-        As `_measure` would, in fewer steps: the host must not be slower than a GPU.
-        """
-        planned = parameter.planned
-        if planned is None or planned.kinds is None or len(planned.kinds) != 1:
-            return
-        choice = planned.chosen.choice
-        if choice.is_kept and choice.norm in measured.METHODS and takes(record.value):
-            kept = measured.materialize([record])
-            parameter.choice, parameter.is_fast, parameter.gradients = choice, True, kept
-            parameter.records, parameter.comes_again = [Dense(kept)], [False]
 
     def take_product(self, name: str, record: Product) -> bool:
         """Take a record that a second forward pass can make again, and return whether it should.

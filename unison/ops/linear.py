@@ -61,26 +61,22 @@ def as_computed(x: Tensor, y: Tensor) -> Tensor:
     return x.to(y.dtype) if x.is_floating_point() and x.dtype != y.dtype else x
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+@rule(F.linear)
+def linear(tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
     """`F.linear`, on a GPU with rows of outputs that begin where a GEMM wants them.
 
     Of a vocabulary of 50257 both GEMMs, this one and that of the inputs' gradient, are a quarter as
     fast as they can be. A copy without the rows' ends costs less than a tenth of one of them.
     """
-    extra = -len(weight) % ALIGNED
-    if not extra or weight.numel() < LEAST_PADDED or not takes(x, weight):
-        return F.linear(x, weight, bias)
-    weight = F.pad(weight, (0, 0, 0, extra))
-    bias = None if bias is None else F.pad(bias, (0, extra))
-    return F.linear(x, weight, bias)[..., :-extra].contiguous()
-
-
-@rule(F.linear)
-def linear(tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
-    """`F.linear`."""
     if tap.tracks(input):
         return NotImplemented
-    y = _linear(input, tap.plain(weight), tap.plain(bias))
+    w, b = tap.plain(weight), tap.plain(bias)
+    extra = -len(w) % ALIGNED
+    if not extra or w.numel() < LEAST_PADDED or not takes(input, w):
+        y = F.linear(input, w, b)
+    else:
+        b = None if b is None else F.pad(b, (0, extra))
+        y = F.linear(input, F.pad(w, (0, 0, 0, extra)), b)[..., :-extra].contiguous()
     uses = [(weight, of_weight), (bias, of_bias)]
     return tap(y, saved=(as_computed(input, y),), uses=uses)
 

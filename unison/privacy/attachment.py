@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from unison.capture import Capture, RngAutocastState, rng_autocast_state
-from unison.capture.capture import Gradients, Handover
+from unison.capture.capture import Gradients, Handover, OnGradients
 from unison.capture.torch_compile import uncompile
 from unison.capture.tracked import ParamRegistry, find_params
 from unison.clip import Clipping, Learned, Plan
@@ -83,7 +83,6 @@ _queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignor
 
 Summands = tuple[MakeSums, BatchPlan, Sequence[int], torch.dtype]
 """What `ParallelAdapter.add` takes."""
-OnBackward = Callable[[tuple[Tensor, ...], Gradients], None]
 
 
 def _with_thin_zeros(outputs: tuple[Tensor, ...], gradients: Gradients) -> Iterator[Tensor | None]:
@@ -101,13 +100,14 @@ def _with_thin_zeros(outputs: tuple[Tensor, ...], gradients: Gradients) -> Itera
         yield g
 
 
-def gate(output: Any, on_backward: OnBackward) -> Any:
+def gate(output: Any, on_backward: OnGradients) -> Any:
     """Return the same output, of which `on_backward` learns before the module's backward pass.
 
     Args:
         output: Whatever a module returns; tensors in it that take gradients pass the gate.
-        on_backward: Called with the tensors before the gate and their gradients, once per backward
-            pass. It may run a backward pass of its own over the former.
+        on_backward: Called with a node, which has saved the tensors before the gate, and their
+            gradients, once per backward pass; it returns those that go on. It may run a backward
+            pass of its own over the tensors.
     """
     leaves, spec = tree_flatten(output)
     places = [
@@ -118,10 +118,6 @@ def gate(output: Any, on_backward: OnBackward) -> Any:
     if not places:
         return output
 
-    def on_gradients(node: Any, gradients: Gradients) -> Iterator[Tensor | None]:
-        on_backward(node.saved_tensors, gradients)
-        return _with_thin_zeros(node.saved_tensors, gradients)
-
     def pass_on(output: Tensor) -> Tensor:
         return _as_no_view(output, output.shape)
 
@@ -129,7 +125,7 @@ def gate(output: Any, on_backward: OnBackward) -> Any:
     flat = [tensor for each in tensors for tensor in each]
     # A model whose outputs take no gradients: the user's loop calls backward all the same.
     anchor = torch.zeros((), device=flat[0].device, requires_grad=True)
-    passed = iter(Handover.apply(on_gradients, pass_on, len(flat), anchor, *flat, *flat))  # type: ignore[arg-type]
+    passed = iter(Handover.apply(on_backward, pass_on, len(flat), anchor, *flat, *flat))  # type: ignore[arg-type]
     for place, each in zip(places, tensors, strict=True):
         leaves[place] = packed(leaves[place], [next(passed) for _ in each])
     return tree_unflatten(leaves, spec)
@@ -352,19 +348,12 @@ class Attachment:
             )
         inputs = self._inputs_of(args, kwargs, sizes[0])
         num_rows = rows_to_plan(self._dealing, sizes[0])
-        return self._plan_of(self.learning.learn(inputs), num_rows, inputs)
-
-    def _plan_of(self, learned: Learned, num_rows: int, inputs: Inputs) -> Plan:
-        if not self._runs_compiled:
-            return self.learning.plan(learned, num_rows, inputs.device)
-        limit = self._dealing.max_physical_batch_size
+        learned = self.learning.learn(inputs)
+        compiled = self._compiled is not None and self._compiled.refusal is None
+        limit = self._dealing.max_physical_batch_size if compiled else None
         return self.learning.plan(
-            learned, num_rows, inputs.device, is_compiled=True, most_rows=limit
+            learned, num_rows, inputs.device, is_compiled=compiled, most_rows=limit
         )
-
-    @property
-    def _runs_compiled(self) -> bool:
-        return self._compiled is not None and self._compiled.refusal is None
 
     def _has_fitting_rows(self, learned: Learned, inputs: Inputs, num_rows: int) -> bool:
         """Whether compiled passes should have as many rows; those that are yet to be drawn do.
@@ -445,7 +434,9 @@ class Attachment:
         """Note what forward makes of the batch, in passes whose loss is checked again."""
         recorder, is_checked = self._recorder, is_checked_again(self._recorder.number)
         is_due = recorder.number == 1 or (self.settings.recheck and is_checked)
-        if not (self._follows_loss and recorder.is_open and is_due) or self._runs_compiled:
+        if not (self._follows_loss and recorder.is_open and is_due):
+            return
+        if self._compiled is not None and self._compiled.refusal is None:
             return
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # What is made of texts is not known as the batch's; what stands beside rows is public.
@@ -549,16 +540,20 @@ class Attachment:
             anew = self._refuse_other_kinds(inputs, anew)
         learned = self.learning.learn(inputs, anew=anew)
         buffers = buffer_versions(self.params.modules)
-        most_rows, compiled = self._dealing.most_rows, self._compiled
-        if self._runs_compiled and not self._has_fitting_rows(learned, inputs, num_rows):
-            compiled = None
-            plan = self.plan = self.learning.plan(learned, most_rows, inputs.device)
-        else:
-            plan = self.plan = self._plan_of(learned, most_rows, inputs)
+        compiled, limit = self._compiled, self._dealing.max_physical_batch_size
+        is_compiled = compiled is not None and compiled.refusal is None
+        if is_compiled and not self._has_fitting_rows(learned, inputs, num_rows):
+            compiled, is_compiled = None, False
+        plan = self.plan = self.learning.plan(
+            learned,
+            self._dealing.most_rows,
+            inputs.device,
+            is_compiled=is_compiled,
+            most_rows=limit if is_compiled else None,
+        )
         num_forwards, num_backwards = plan.num_forwards, plan.num_backwards
         runs_compiled = compiled is not None and compiled.takes(inputs, learned, plan, num_rows)
         if compiled is not None and not runs_compiled and self._follows_loss:
-            limit = self._dealing.max_physical_batch_size
             cast("PrivateTraining", self._training).loader.limit_rows(limit)
         clippings, captures = {}, {}
         for part in self._dealing.parts:
@@ -648,15 +643,20 @@ class Attachment:
     def _on_backward(
         attachment: "ref[Attachment]",
         given: Any,
-        outputs: tuple[Tensor, ...],
+        node: Any,
         gradients: Gradients,
-    ) -> None:
-        """Gradients have come to the gate: the module's own backward pass is next."""
+    ) -> Iterator[Tensor | None]:
+        """Gradients have come to the gate: the module's own backward pass is next.
+
+        Returns:
+            Gradients of the outputs; see `_with_thin_zeros`.
+        """
         self = attachment()
         if self is None:
             raise BadInput(
                 "the engine was detached after this forward pass: nothing takes its records"
             )
+        outputs = node.saved_tensors
         refuse_scaled_loss()
         self._refuse_batch_outputs(given, outputs, gradients)
         if self.module in self._hooked:  # torch has looked for its hooks before ours was there
@@ -673,7 +673,7 @@ class Attachment:
                     "forward passes of one batch went into this loss. Use a mode of one pass, "
                     "such as 'auto' or 'flash_fuse_bk'"
                 )
-            return
+            return _with_thin_zeros(outputs, gradients)
         running.phase = Phase.BACKWARD
         for capture in running.captures.values():  # checkpointing runs the module again
             capture.is_outside = False
@@ -681,6 +681,7 @@ class Attachment:
         if running.num_backwards == 2:
             self._measure_first(running, outputs, gradients)
         _queue(self._end_backward)
+        return _with_thin_zeros(outputs, gradients)
 
     def _refuse_batch_outputs(
         self, given: Any, outputs: tuple[Tensor, ...], gradients: Gradients

@@ -241,7 +241,7 @@ class Learning:
                 output = inputs.run(module, some)
             for leaf in tree_leaves(output):
                 # Until sizes are compared, a row for every sample looks like one for all.
-                if type(leaf) is Tracked and not leaf.listener.is_meeting:
+                if type(leaf) is Tracked and leaf.listener.met is None:
                     raise UnsupportedOperation(
                         f"the module returns {leaf.of_parameters[0]!r}, or what it made of that "
                         "alone: outside, its gradient would be neither clipped nor noised. Use it "

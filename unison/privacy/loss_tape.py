@@ -615,7 +615,11 @@ class LossRecorder(TorchFunctionMode):
             autocast_dtypes(),
             line,
             () if line is None else frame.f_code.co_consts,
-            [(each, state) for each, state in before if not _is_at(each, state)],
+            [
+                (each, state)
+                for each, state in before
+                if each.get_state().numpy().tobytes() != state.numpy().tobytes()
+            ],
         )
         self.operations.append(operation)
         if isinstance(result, bool):
@@ -766,10 +770,6 @@ def _generators_of(leaves: Sequence[Any]) -> list[torch.Generator]:
     found = [torch.default_generator]
     found += [torch.cuda.default_generators[device.index] for device in devices]
     return found + [each for each in leaves if isinstance(each, torch.Generator)]
-
-
-def _is_at(generator: torch.Generator, state: Tensor) -> bool:
-    return generator.get_state().numpy().tobytes() == state.numpy().tobytes()
 
 
 def _users_frame() -> FrameType:
