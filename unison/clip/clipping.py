@@ -199,8 +199,21 @@ class Clipping:
     # --- norms -----------------------------------------------------------------------------------
 
     def _measure(self, parameter: UsedParameter) -> None:
+        """Measure a parameter by the methods that were planned, if its records were, too."""
         records: Sequence[Record] = parameter.records
-        choice = parameter.choice = self._choice_for(parameter)
+        planned, choice = parameter.planned, None
+        if planned is not None and planned.kinds is not None:
+            # Code may cut a batch to its longest row: tokens differ where shapes of inputs do not.
+            is_as_planned = any(isinstance(each, Streamed) for each in records)
+            if not is_as_planned:
+                found = sorted((KINDS[type(each)], num_terms(each)) for each in records)
+                # Compiled passes multiply products out themselves.
+                is_formed = found == [("dense", 1)] and planned.chosen.choice.is_kept
+                is_as_planned = found == planned.kinds or is_formed
+            choice = planned.chosen.choice if is_as_planned else None
+        if choice is None:
+            choice = self.plan.choice_for(describe(parameter.name, records))
+        parameter.choice = choice
         parameter.is_fast = choice.norm in measured.METHODS and is_taken(records)
         if not parameter.is_fast:
             lent = None
@@ -227,21 +240,6 @@ class Clipping:
         only = records[0] if parameter.is_fast and len(records) == 1 else None
         if isinstance(only, Dense) and not parameter.num_missing:
             parameter.gradients = only.value
-
-    def _choice_for(self, parameter: UsedParameter) -> Choice:
-        """Return the methods that were planned, if the records are those that were planned for."""
-        planned, records = parameter.planned, parameter.records
-        if planned is not None and planned.kinds is not None:
-            choice = planned.chosen.choice
-            if any(isinstance(each, Streamed) for each in records):
-                return choice
-            # Code may cut a batch to its longest row: tokens differ where shapes of inputs do not.
-            found = sorted((KINDS[type(each)], num_terms(each)) for each in records)
-            # Compiled passes multiply products out themselves.
-            is_formed = found == [("dense", 1)] and choice.is_kept
-            if found == planned.kinds or is_formed:
-                return choice
-        return self.plan.choice_for(describe(parameter.name, records))
 
     def norms(self) -> NormTable:
         """End the first pass: each used parameter's norms, by name and in order of names.

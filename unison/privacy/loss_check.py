@@ -255,7 +255,8 @@ class LossCheck:
                 )
         if len(private_trainings) > 1:
             _refuse_others(tape, path)
-        _refuse_left_behind(tape, path, gradient)
+        if tape.kept or tape.kept_memory:
+            _refuse_left_behind(tape, path, gradient)
         for place, labels, ignored, _, weight in tape.targets:
             if place in path:
                 self._refuse_uneven(path[place], labels, ignored, weight)
@@ -747,8 +748,6 @@ def _refuse_others(tape: LossRecorder, path: dict[int, Operation]) -> None:
 
 def _refuse_left_behind(tape: LossRecorder, path: dict[int, Operation], gradient: Any) -> None:
     """Refuse constants that forward made of the batch; see [Note: left behind]."""
-    if not (tape.kept or tape.kept_memory):
-        return
     for operation in path.values():
         for leaf in operation.leaves:
             if tape.is_kept(leaf):
