@@ -415,7 +415,12 @@ class Attachment:
         self._pass = joined or self._begin_pass(batch, args, kwargs)
         if any(each.axes.is_traced for each in self._pass.captures.values()):
             self._follow(self._following, self._pass, args, kwargs)
-        self._watch(args, kwargs)
+        recorder, runs_compiled = self._recorder, self._compiled and not self._compiled.refusal
+        # Its loss is checked again.
+        is_due = is_checked_again(recorder.number)
+        is_due = is_due and (self.settings.recheck or recorder.number == 1)
+        if self._follows_loss and recorder.is_open and is_due and not runs_compiled:
+            self._watch(args, kwargs)
 
     def _is_differentiated(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a pass in evaluation mode is one for gradients of what the module is given.
@@ -431,13 +436,8 @@ class Attachment:
         )
 
     def _watch(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Note what forward makes of the batch, in passes whose loss is checked again."""
-        recorder, is_checked = self._recorder, is_checked_again(self._recorder.number)
-        is_due = recorder.number == 1 or (self.settings.recheck and is_checked)
-        if not (self._follows_loss and recorder.is_open and is_due):
-            return
-        if self._compiled is not None and self._compiled.refusal is None:
-            return
+        """Note what forward makes of the batch."""
+        recorder = self._recorder
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # What is made of texts is not known as the batch's; what stands beside rows is public.
         of_batch = [leaf for leaf in given if recorder.slot_of(leaf) is not None] or given
@@ -810,7 +810,8 @@ class Attachment:
         try:
             # Hooks may write in the backward pass.
             refuse_written(self.params.modules, running.buffers, self.learning.may_write)
-            self._check_labels(running)
+            if self._label_checks:
+                self._check_labels(running)
             self._decide(running)
             if running.call is not None:
                 self._repeat_forward(running, *running.call)

@@ -43,14 +43,11 @@ if TYPE_CHECKING:
     from unison.privacy.training import PrivateTraining
 
 _PLAIN = (str, bytes, numbers.Number, np.generic, type(None), torch.dtype, torch.device)
-
+PUBLIC = "public"
+_IGNORED = -100  # a label that losses leave out
 
 Path = tuple[Any, ...]
 """Names or numbers of the containers around a part of a batch, and its own."""
-
-
-PUBLIC = "public"
-_IGNORED = -100  # a label that losses leave out
 
 Dims = dict[Path, int | None]
 """The dimension of records in each part of a batch; None if it does not grow with their number."""
