@@ -348,12 +348,15 @@ class Attachment:
             )
         inputs = self._inputs_of(args, kwargs, sizes[0])
         num_rows = rows_to_plan(self._dealing, sizes[0])
-        learned = self.learning.learn(inputs)
-        compiled = self._compiled is not None and self._compiled.refusal is None
-        limit = self._dealing.max_physical_batch_size if compiled else None
+        learned, is_compiled = self.learning.learn(inputs), self._runs_compiled
+        limit = self._dealing.max_physical_batch_size if is_compiled else None
         return self.learning.plan(
-            learned, num_rows, inputs.device, is_compiled=compiled, most_rows=limit
+            learned, num_rows, inputs.device, is_compiled=is_compiled, most_rows=limit
         )
+
+    @property
+    def _runs_compiled(self) -> bool:
+        return self._compiled is not None and self._compiled.refusal is None
 
     def _has_fitting_rows(self, learned: Learned, inputs: Inputs, num_rows: int) -> bool:
         """Whether compiled passes should have as many rows; those that are yet to be drawn do.
@@ -415,11 +418,10 @@ class Attachment:
         self._pass = joined or self._begin_pass(batch, args, kwargs)
         if any(each.axes.is_traced for each in self._pass.captures.values()):
             self._follow(self._following, self._pass, args, kwargs)
-        recorder, runs_compiled = self._recorder, self._compiled and not self._compiled.refusal
-        # Its loss is checked again.
-        is_due = is_checked_again(recorder.number)
-        is_due = is_due and (self.settings.recheck or recorder.number == 1)
-        if self._follows_loss and recorder.is_open and is_due and not runs_compiled:
+        recorder = self._recorder
+        is_due = recorder.number == 1 or self.settings.recheck
+        is_due = is_due and is_checked_again(recorder.number)  # its loss will be
+        if self._follows_loss and recorder.is_open and is_due and not self._runs_compiled:
             self._watch(args, kwargs)
 
     def _is_differentiated(self, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -541,7 +543,7 @@ class Attachment:
         learned = self.learning.learn(inputs, anew=anew)
         buffers = buffer_versions(self.params.modules)
         compiled, limit = self._compiled, self._dealing.max_physical_batch_size
-        is_compiled = compiled is not None and compiled.refusal is None
+        is_compiled = self._runs_compiled
         if is_compiled and not self._has_fitting_rows(learned, inputs, num_rows):
             compiled, is_compiled = None, False
         plan = self.plan = self.learning.plan(
