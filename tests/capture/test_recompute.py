@@ -13,6 +13,7 @@ from unison.capture import Capture, batch_size_of, learn_axes, rng_autocast_stat
 from unison.capture.probes import fingerprint
 from unison.errors import UnsupportedOperation
 from unison.ops import Product, Record
+from unison.ops.records import shape_of
 
 Records = list[tuple[str, Record]]
 
@@ -49,7 +50,7 @@ def assert_same_products(first: Records, again: Records) -> None:
     left = list(again)
     for name, record in first:
         for place, (other_name, other) in enumerate(left):
-            is_same = (name, record.shape) == (other_name, other.shape) and all(
+            is_same = (name, shape_of(record)) == (other_name, shape_of(other)) and all(
                 a.shape == b.shape and torch.equal(a, b)
                 for a, b in ((record.a, other.a), (record.g, other.g))
             )

@@ -28,6 +28,7 @@ from unison.clip import MODES
 from unison.clip.functional import clipped_gradients, learn
 from unison.errors import UnsupportedOperation
 from unison.ops import Layout
+from unison.ops.records import check_nobodys, rows_of, sum_to
 
 ALL_MODES = [*MODES, "auto"]
 ALWAYS = ("masked experts", "packed lstm")  # in every mode
@@ -158,9 +159,9 @@ def test_reentrant_checkpointing_is_refused():
 
 def test_a_gradient_on_rows_of_nobody_is_refused():
     layout = Layout(2, 0, torch.tensor([[0], [-1], [1]]))
-    layout.check_nobodys(torch.tensor([[1.0], [0.0], [1.0]]))
+    check_nobodys(layout, torch.tensor([[1.0], [0.0], [1.0]]))
     with pytest.raises(UnsupportedOperation, match="zeros_like"):
-        layout.check_nobodys(torch.ones(3, 1))
+        check_nobodys(layout, torch.ones(3, 1))
 
 
 @pytest.mark.parametrize("name", ORDINARY)
@@ -195,14 +196,14 @@ def test_another_number_of_rows_than_was_learned_is_refused():
 def test_rows_with_an_index_are_gathered_by_sample():
     layout = Layout(3, 0, torch.tensor([[2], [0], [2], [-1], [0]]))
     value = torch.arange(10.0).view(5, 2)
-    rows = layout.rows(value)
+    rows = rows_of(layout, value)
     assert rows.tolist() == [
         [[2.0, 3.0], [8.0, 9.0]],
         [[0.0, 0.0], [0.0, 0.0]],
         [[0.0, 1.0], [4.0, 5.0]],
     ]
-    assert layout.reduced(value, (2,)).tolist() == [[10.0, 12.0], [0.0, 0.0], [4.0, 6.0]]
-    assert layout.reduced(value, (1,)).tolist() == [[22.0], [0.0], [10.0]]
+    assert sum_to(layout, value, (2,)).tolist() == [[10.0, 12.0], [0.0, 0.0], [4.0, 6.0]]
+    assert sum_to(layout, value, (1,)).tolist() == [[22.0], [0.0], [10.0]]
 
 
 def _written(x: Tensor) -> Tensor:

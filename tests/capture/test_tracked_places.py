@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unison.capture import Capture, learn_axes
-from unison.capture.tracked import ParamRegistry, Tracked
+from unison.capture.tracked import ParamRegistry, Tracked, find_params
 from unison.errors import UnsupportedOperation
 
 
@@ -44,7 +44,7 @@ class Passes:
         """Run a pass, and return what lay in the places."""
         self.records: list[str] = []
         if self.known is not None:
-            self.known.refresh()
+            self.known.modules, self.known.places = find_params(self.model)
         capture = Capture(
             self.model,
             3,
@@ -84,14 +84,14 @@ def test_marks_lie_in_all_places_of_what_is_trained():
 def test_marks_are_kept_until_they_are_forgotten():
     """They hold memory, of which a user who moves the model must not find more than his own."""
     model = Model()
-    params = ParamRegistry(model)
+    params = ParamRegistry(*find_params(model))
     passes = Passes(model, params)
     before = passes.marks()
     after = passes.marks()
     assert all(after[name] is mark for name, mark in before.items())
     assert sorted(passes.records) == ["first.bias", "first.weight", "first.weight", "second.bias"]
     marks = [ref(mark) for mark in after.values()]
-    params.forget()
+    params.tracked = {}
     del before, after
     gc.collect()
     assert all(mark() is None for mark in marks)
@@ -124,7 +124,7 @@ def replace_everything(model: Model) -> None:
 @pytest.mark.parametrize("is_known", [False, True])
 def test_another_memory_is_marked_anew(change, is_known):
     model = Model()
-    passes = Passes(model, ParamRegistry(model) if is_known else None)
+    passes = Passes(model, ParamRegistry(*find_params(model)) if is_known else None)
     before = passes.marks()["first.weight"]
     change(model)
     after = passes.marks()["first.weight"]
@@ -247,19 +247,18 @@ def test_gradients_past_marks_of_others_are_refused():
 def test_a_tied_parameter_has_one_name_in_all_of_its_places():
     model = Model()
     found = [
-        (each.name, each.attribute)
-        for each in ParamRegistry(model).places
-        if each.module is model.second
+        (each.name, each.attribute) for each in find_params(model)[1] if each.module is model.second
     ]
     assert found == [("first.weight", "weight"), ("second.bias", "bias")]
-    registry = ParamRegistry(model)
-    assert registry.refresh() == ("first.weight", "first.bias", "first.weight", "second.bias")
+
+    def trained() -> list[str]:
+        return [each.name for each in find_params(model)[1] if each.parameter.requires_grad]
+
+    assert trained() == ["first.weight", "first.bias", "first.weight", "second.bias"]
     model.second.weight = nn.Parameter(torch.zeros(4, 4))  # tied no more
-    assert registry.refresh()[2] == "second.weight"
+    assert trained()[2] == "second.weight"
     model.second.append = nn.Linear(4, 4, bias=False)
-    assert registry.refresh()[-1] == "second.append.weight"
-    registry.clear()
-    assert not registry.places
+    assert trained()[-1] == "second.append.weight"
 
 
 def compile_call(model: Model) -> None:

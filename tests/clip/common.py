@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from unison.ops import Dense, Lookup, Product, Record
+from unison.ops.records import shape_of
 
 # The common one, a narrow one, and the one in which methods work without a copy.
 DTYPES = [
@@ -23,7 +24,7 @@ def explicit_gradients(records: Sequence[Record]) -> Tensor:
     """Return every sample's gradient, one sample and one use after another: [batch, *shape]."""
     first = records[0]
     batch = len(first.value if isinstance(first, Dense) else first.g)
-    gradients = torch.zeros(batch, *first.shape, dtype=torch.float64)
+    gradients = torch.zeros(batch, *shape_of(first), dtype=torch.float64)
     for i in range(batch):
         for record in records:
             gradients[i] += _gradient(record, i)

@@ -35,7 +35,7 @@ from unison.clip.bounds import gamma, total_sensitivity
 from unison.clip.norms import refusal
 from unison.errors import BadInput
 from unison.ops import Dense, Lookup, Product, Record
-from unison.ops.records import take
+from unison.ops.records import shape_of, take
 
 
 def constant(gen: torch.Generator) -> list[Record]:
@@ -109,7 +109,7 @@ def test_no_sample_adds_more_than_the_bound(rule, case, dtype, gen):
             found = RULES[rule](norms, max_norm)
             for i, c in enumerate(found.values):
                 one = [take(record, slice(i, i + 1)) for record in used]
-                added = norm_of(from_records(one, c.view(1), one[0].shape))
+                added = norm_of(from_records(one, c.view(1), shape_of(one[0])))
                 assert added <= max_norm, (method, i, added / max_norm - 1)
 
 
@@ -136,7 +136,7 @@ def test_dividing_by_the_estimate_itself_exceeds_the_bound(gen):
         for i, norm in enumerate(norms):
             one = [take(record, slice(i, i + 1)) for record in records]
             max_norm = 0.3 * float(norm)
-            added = norm_of(from_records(one, (max_norm / norm).view(1), one[0].shape))
+            added = norm_of(from_records(one, (max_norm / norm).view(1), shape_of(one[0])))
             excess.append(added / max_norm - 1)
     assert max(excess) > 0
 
@@ -264,7 +264,7 @@ def test_norms_add_over_parameters_and_so_do_bounds(gen):
         parts = []
         for records in (first, second):
             one = [take(record, slice(i, i + 1)) for record in records]
-            parts.append(norm_of(from_records(one, c.view(1), one[0].shape)))
+            parts.append(norm_of(from_records(one, c.view(1), shape_of(one[0]))))
         assert math.hypot(*parts) <= max_norm
         assert math.hypot(*parts) >= max_norm * (1 - 1e-6)
 

@@ -14,6 +14,7 @@ from unison.clip import (
 from unison.clip.bounds import tensors_of
 from unison.errors import BadInput
 from unison.ops import Dense
+from unison.ops.records import shape_of
 
 
 def clipped_sum(records, coefficients):
@@ -28,7 +29,7 @@ def test_clipped_sums_are_those_of_explicit_gradients(method, case, dtype, gen):
     used = measure(records, "materialize")[1] if method == "kept" else records
     before = [tensor.clone() for record in used for tensor in tensors_of(record)]
     coefficients = torch.rand(len(tensors_of(records[0])[0]), dtype=torch.float64, generator=gen)
-    found = from_records(used, coefficients, records[0].shape)
+    found = from_records(used, coefficients, shape_of(records[0]))
     assert found.dtype == torch.float64
     made_in = torch.promote_types(dtype, torch.float32)  # what was kept is rounded
     assert_close(found.to(made_in), clipped_sum(records, coefficients))
@@ -55,9 +56,9 @@ def test_padding_may_be_anything_too(gen):
     record = lookup(gen)
     record.ids[:, ::3] = -1
     ones = torch.ones(5, dtype=torch.float64)
-    expected = from_records([record], ones, record.shape)
+    expected = from_records([record], ones, shape_of(record))
     record.g[record.ids < 0] = torch.nan
-    assert_same_bits(from_records([record], ones, record.shape), expected)
+    assert_same_bits(from_records([record], ones, shape_of(record)), expected)
     for method in ("gram", "tile", "materialize"):
         assert measure([record], method)[0].squared.isfinite().all()
         assert measure([record], method)[0].upper.isfinite().all()
@@ -66,7 +67,7 @@ def test_padding_may_be_anything_too(gen):
 def test_long_batches_go_through_several_gemms(gen):
     records = [product(gen, batch=3, tokens=4500, d_in=3, d_out=1030)]
     coefficients = torch.rand(3, dtype=torch.float64, generator=gen)
-    found = from_records(records, coefficients, records[0].shape)
+    found = from_records(records, coefficients, shape_of(records[0]))
     assert_close(found, clipped_sum(records, coefficients))
 
 

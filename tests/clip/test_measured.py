@@ -25,6 +25,7 @@ from unison.clip.bounds import SMALLEST_MAX_NORM
 from unison.kernels import multi_tensor
 from unison.kernels.cross_entropy import ChunkedHead
 from unison.ops import Dense, Lookup, Product, Record, Streamed
+from unison.ops.records import shape_of
 
 ROWS, COLUMNS, BATCH, TOKENS = 12, 20, 3, 5
 SIZES = {"batch": BATCH, "tokens": TOKENS}
@@ -122,7 +123,7 @@ def is_stored_narrow(records: Sequence[Record], method: str) -> bool:
 @interpreted
 def test_against_float64(name, dtype):
     records = cast(RECORDS[name](generator(name)), dtype)
-    shape, gradients = records[0].shape, explicit_gradients(records)
+    shape, gradients = shape_of(records[0]), explicit_gradients(records)
     expected = gradients.reshape(BATCH, -1).square().sum(1)
     mass = explicit_mass(records).square()
     c = torch.linspace(0.2, 1.0, BATCH, dtype=torch.float64)
@@ -172,8 +173,8 @@ def test_an_empty_batch(name):
         for method in METHODS:
             norms, used = measured_by(method, records)
             assert norms.squared.shape == norms.upper.shape == (0,)
-            found = measured.clipped_sum(used, norms.upper, records[0].shape)
-            assert found.shape == records[0].shape
+            found = measured.clipped_sum(used, norms.upper, shape_of(records[0]))
+            assert found.shape == shape_of(records[0])
             assert not found.any()
 
 
@@ -192,7 +193,7 @@ def test_a_sample_that_is_not_finite_adds_nothing(name, bad):
             coefficients = flat(norms, 1.0)
             assert coefficients.values.eq(0).tolist() == [False, True, False]
             assert int(coefficients.num_dropped) == 1
-            found = measured.clipped_sum(used, coefficients.values, records[0].shape)
+            found = measured.clipped_sum(used, coefficients.values, shape_of(records[0]))
             assert found.isfinite().all()
 
 
@@ -227,7 +228,7 @@ def test_mixed_dtypes_are_measured_as_they_are_added():
             for b in range(BATCH):
                 one = torch.zeros(BATCH)
                 one[b] = 1
-                share = measured.clipped_sum(used, one, first.shape).double().square().sum()
+                share = measured.clipped_sum(used, one, shape_of(first)).double().square().sum()
                 assert float(share) == pytest.approx(float(norms.squared[b]), rel=1e-6)
 
 
@@ -293,7 +294,7 @@ def share_of(used: Sequence[Record], c: Tensor, b: int) -> float:
     """The norm of what one sample adds, among others that add nothing."""
     alone = torch.zeros_like(c)
     alone[b] = c[b]
-    total = measured.clipped_sum(used, alone, used[0].shape)
+    total = measured.clipped_sum(used, alone, shape_of(used[0]))
     return math.sqrt(math.fsum(total.double().square().flatten().tolist()))
 
 

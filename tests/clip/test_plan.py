@@ -30,6 +30,7 @@ from unison.clip.costs import method_costs
 from unison.clip.plan import COMPILED_SHARE, rows_per_pass
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Product
+from unison.ops.records import shape_of
 
 
 def linear(name: str, tokens: int, rows: int, columns: int, batch: int = 4) -> LayerShape:
@@ -423,7 +424,7 @@ def test_what_is_described_can_be_clipped(case, gen):
         norms, used = measure(records, alternative.choice.norm)
         coefficients = flat(norms, 1.0).values
         assert alternative.choice.gradient in GRADIENT_METHODS
-        total = from_records(used, coefficients, records[0].shape)
+        total = from_records(used, coefficients, shape_of(records[0]))
         expected = torch.einsum("b,b...->...", coefficients.double(), explicit_gradients(records))
         torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-6)
     assert isinstance(choose(records), Choice)

@@ -22,7 +22,7 @@ from transformers import (
 from tests.harness import oracle
 from unison import Privacy
 from unison.privacy import Poisson, read_ledger
-from unison.privacy.sampling import Draws
+from unison.privacy.sampling import drawn_records
 from unison.rng import Key
 
 NUM_ROWS, VOCAB, MAX_LENGTH, CLIP_NORM, DELTA = 40, 32, 9, 0.5, 1e-5
@@ -135,8 +135,9 @@ class StopAt(TrainerCallback):
 
 def drawn(data: list[Any], batch_size: int, step: int = 0, seed: int = 42) -> list[Any]:
     """The rows of a step under a seed."""
-    draws = Draws(Poisson(rate=batch_size / len(data)), Key.from_seed(seed), len(data))
-    return [data[int(each)] for each in draws.records(step)]
+    sampling = Poisson(rate=batch_size / len(data))
+    records = next(drawn_records(sampling, Key.from_seed(seed), len(data), [step]))
+    return [data[int(each)] for each in records]
 
 
 def clipped_mean(model: Any, records: list[Any], batch_size: int) -> dict[str, Tensor]:

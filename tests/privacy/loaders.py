@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from unison.privacy.loader import PrivateLoader
-from unison.privacy.sampling import Draws, Poisson, Shuffled, TruncatedPoisson
+from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson, drawn_records
 from unison.rng import Key
 
 KEY = Key.from_seed(3)
@@ -88,9 +88,18 @@ def run_epoch(loader: PrivateLoader) -> dict[int, list[list[int]]]:
     return steps
 
 
+def drawn(sampling, key: Key, num_records: int, step: int) -> torch.Tensor:
+    """The records of one step."""
+    return next(drawn_records(sampling, key, num_records, [step]))
+
+
+def records_of(loader: PrivateLoader, step: int) -> torch.Tensor:
+    """The records that a loader draws for a step."""
+    return drawn(loader.sampling, loader._key, len(loader.dataset), step)  # type: ignore[arg-type]
+
+
 def expected(sampling, steps, key=KEY, num_records=N) -> dict[int, list[int]]:
-    draws = Draws(sampling, key, num_records)
-    return {step: draws.records(step).tolist() for step in steps}
+    return {step: drawn(sampling, key, num_records, step).tolist() for step in steps}
 
 
 def joined(steps: dict[int, list[list[int]]]) -> dict[int, list[int]]:

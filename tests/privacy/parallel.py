@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unison
 from tests.harness import World
+from tests.privacy.loaders import records_of
 from unison.privacy import Poisson, PrivacyEngine, PrivateLoader
 from unison.torch_internals import canonical_name
 
@@ -269,7 +270,7 @@ def private_run(
             if current.is_last:
                 found["losses"].append(loss_of_step)
                 found["norms"].append(engine.per_sample_norms())
-                found["records"].append(loader._draws.records(current.step))
+                found["records"].append(records_of(loader, current.step))
                 gradients = {name: full(each.grad) for name, each in named(cut_model).items()}
                 found["gradients"].append(gradients)
                 loss_of_step, done = 0.0, done + 1

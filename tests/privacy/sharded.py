@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import unison
 from tests.harness import World
 from tests.harness.oracle import clipped_sum, per_sample_norms
+from tests.privacy.loaders import drawn, records_of
 from unison.clip import MODES
 from unison.kernels.random import Cipher
 from unison.models import ModelConfig, build, preset
 from unison.privacy import Poisson, PrivacyEngine
-from unison.privacy.sampling import Draws
 from unison.rng import Key, NoiseClock, Stream, secure_normal
 from unison.shard import find_blocks
 from unison.shard.digest import full_parameters
@@ -143,7 +143,7 @@ def private_run(
             if current.is_last:
                 found["losses"].append(loss_of_step)
                 found["norms"].append(engine.per_sample_norms().tolist())
-                found["records"].append(loader._draws.records(current.step).tolist())
+                found["records"].append(records_of(loader, current.step).tolist())
                 found["sizes"].append(current.logical_size)
                 found["mine"] = [*found.get("mine", []), current.num_samples]
                 loss_of_step, done = 0.0, done + 1
@@ -171,12 +171,12 @@ def oracle_run(
     model = build(config, seed=3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
     key = Key.from_seed(5)
-    draws = Draws(Poisson(rate=rate), key, NUM_RECORDS)
+    sampling = Poisson(rate=rate)
     clock = NoiseClock(key)
     std = noise_multiplier * max_grad_norm
     found: dict[str, Any] = {"norms": [], "sizes": []}
     for step in range(steps):
-        batch = rows()[draws.records(step)]
+        batch = rows()[drawn(sampling, key, NUM_RECORDS, step)]
         sums = clipped_sum(model, losses, batch, max_grad_norm)
         found["norms"].append(per_sample_norms(model, losses, batch).tolist())
         found["sizes"].append(len(batch))

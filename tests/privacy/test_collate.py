@@ -12,9 +12,10 @@ from torch.utils._pytree import register_pytree_node
 from torch.utils.data import DataLoader, default_collate
 from transformers import BatchEncoding
 
+from tests.privacy.loaders import private
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import Poisson, PrivateLoader
-from unison.privacy.loader import BatchLayout
+from unison.privacy.loader import Dims, check_rows, learn_dims, map_parts, without_rows
 from unison.rng import Key
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -46,10 +47,14 @@ def y(n: int) -> torch.Tensor:
     return torch.full((n,), 7)
 
 
-def learned(one: Any, two: Any) -> BatchLayout:
-    layout = BatchLayout()
-    layout.learn(one, two)
-    return layout
+def learned(one: Any, two: Any) -> tuple[Dims, Any]:
+    """Where records lie, and an empty batch."""
+    dims, _ = learn_dims(one, two)
+    return dims, emptied(one, dims)
+
+
+def emptied(batch: Any, dims: Dims) -> Any:
+    return map_parts(batch, dims, without_rows, is_new=True)
 
 
 # Each builds a batch of n records.
@@ -92,11 +97,11 @@ def describe(batch):
 @pytest.mark.parametrize("kind", BATCHES)
 def test_the_empty_batch_is_a_batch_of_no_records(kind):
     build = BATCHES[kind]
-    layout = learned(build(1), build(2))
+    dims, empty = learned(build(1), build(2))
     for n in (1, 2, 3, 5):
-        layout.check(build(n), n)
-    empty = layout.empty()
-    layout.check(empty, 0)
+        check_rows(build(n), dims, n)
+    empty = emptied(empty, dims)  # as the loader does
+    check_rows(empty, dims, 0)
     if kind == "default_collate":  # cannot collate nothing, which is why an empty batch is made
         assert describe(empty) == describe([torch.ones(0, 3), torch.ones(0).long(), ()])
     elif kind == "transposed records":
@@ -106,8 +111,8 @@ def test_the_empty_batch_is_a_batch_of_no_records(kind):
 
 
 def test_empty_batches_share_nothing():
-    layout = learned(*(BATCHES["no batch dimension"](n) for n in (1, 2)))
-    first, second = layout.empty(), layout.empty()
+    dims, empty = learned(*(BATCHES["no batch dimension"](n) for n in (1, 2)))
+    first, second = emptied(empty, dims), emptied(empty, dims)
     first["scale"].zero_()
     first["extra"] = 1
     assert float(second["scale"]) == 2.0
@@ -117,13 +122,13 @@ def test_empty_batches_share_nothing():
 
 def test_the_encoding_keeps_its_class_and_methods():
     build = BATCHES["batch encoding"]
-    empty = learned(build(1), build(2)).empty()
+    _, empty = learned(build(1), build(2))
     assert empty.to("cpu").input_ids.shape == (0, 1)
 
 
 def test_random_lengths_do_not_hide_the_records():
-    layout = learned({"x": torch.ones(1, 57)}, {"x": torch.ones(2, 63)})
-    layout.check({"x": torch.ones(9, 11)}, 9)
+    dims, _ = learned({"x": torch.ones(1, 57)}, {"x": torch.ones(2, 63)})
+    check_rows({"x": torch.ones(9, 11)}, dims, 9)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +143,9 @@ def test_random_lengths_do_not_hide_the_records():
     ],
 )
 def test_another_number_of_rows_raises(batch, message):
-    layout = learned(*({"x": x(n), "y": y(n)} for n in (1, 2)))
+    dims, _ = learned(*({"x": x(n), "y": y(n)} for n in (1, 2)))
     with pytest.raises(BadInput, match=message):
-        layout.check(batch, 4)
+        check_rows(batch, dims, 4)
 
 
 class Opaque:
@@ -238,9 +243,9 @@ def test_padding_is_the_public_rows():
 
 def test_lengths_that_are_public():
     assert len({batch["labels"].shape[1] for batch in first_batches([1, 2, 3, 9], "public")}) == 2
-    assert BatchLayout("public").unit == "one row of the data set, but not its length"
+    assert private(row_shape="public").unit == "one row of the data set, but not its length"
     with pytest.raises(BadInput, match="row_shape"):
-        BatchLayout("secret")
+        private(row_shape="secret")
 
 
 def test_a_name_that_is_not_in_the_batch():
@@ -254,9 +259,9 @@ def test_longer_rows_than_said():
 
 
 def test_arrays_and_rows_along_another_dimension():
-    shapes = BatchLayout({0: (4, 3)})
+    loader = private(row_shape={0: (4, 3)})
     value = np.ones((2, 5, 2), np.float32)
-    found = shapes.fit(value, 1, (0,))
+    found = loader._fit(value, 1, (0,))
     assert isinstance(found, np.ndarray)
     assert found.shape == (4, 5, 3)
     assert found.sum() == value.sum()

@@ -1,6 +1,7 @@
 """Batches of a private loader are those that were drawn, whatever its settings."""
 
 import itertools
+import pickle
 import random
 
 import numpy as np
@@ -173,3 +174,10 @@ KEPT = {
 def test_the_users_settings_are_kept():
     inner = PrivateLoader(DataLoader(Numbered(), batch_size=10, **KEPT), POISSON, KEY)._loader
     assert {name: getattr(inner, name) for name in KEPT} == KEPT
+
+
+def test_the_key_cannot_leave_with_the_loader():
+    loader = private(POISSON)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        pickle.dumps(loader)
+    assert "key" not in repr(loader).lower()

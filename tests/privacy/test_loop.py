@@ -34,7 +34,7 @@ from tests.privacy.common import (
 from unison.clip import plan_clipping
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import Poisson, PrivacyEngine, Shuffled
-from unison.privacy.sampling import BatchDealer
+from unison.privacy.sampling import Dealing, rows_to_plan
 from unison.shard.ranks import Ranks
 
 # ---- what is on torch's stack of modes -----------------------------------------------------------
@@ -358,8 +358,8 @@ def test_a_shuffled_batch_is_planned_for_as_it_is(monkeypatch):
 
 def test_larger_batches_than_usual_are_planned_for():
     """And a memory budget holds for them: a plan is of at least as many rows as it serves."""
-    dealing = BatchDealer(Ranks(None), None, None, usual_size=10)
-    assert [dealing.rows_to_plan(each) for each in (0, 1, 10, 11, 20, 21)] == [
+    dealing = Dealing(Ranks(None), None, None, usual_size=10)
+    assert [rows_to_plan(dealing, each) for each in (0, 1, 10, 11, 20, 21)] == [
         10,
         10,
         10,
@@ -367,8 +367,8 @@ def test_larger_batches_than_usual_are_planned_for():
         20,
         40,
     ]
-    dealing = BatchDealer(Ranks(None), None, 25, usual_size=10)
-    assert [dealing.rows_to_plan(each) for each in (1, 10, 11, 21, 25)] == [10, 10, 20, 25, 25]
+    dealing = Dealing(Ranks(None), None, 25, usual_size=10)
+    assert [rows_to_plan(dealing, each) for each in (1, 10, 11, 21, 25)] == [10, 10, 20, 25, 25]
 
 
 def test_check_plans_what_steps_use():

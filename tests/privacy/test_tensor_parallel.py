@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.harness import ranks, run_on_ranks
+from tests.privacy.loaders import records_of
 from tests.privacy.parallel import (
     KINDS,
     PLANS,
@@ -58,7 +59,7 @@ def test_logits_that_stay_cut(world):
     with loss_parallel():
         logits = model(ids[:, :-1])  # [batch, tokens, vocabulary]
         nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-    found = {"norms": [engine.per_sample_norms()], "records": [loader._draws.records(0)]}
+    found = {"norms": [engine.per_sample_norms()], "records": [records_of(loader, 0)]}
     gradients = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
     check_oracle(found | {"gradients": [gradients]}, case)
 

@@ -14,7 +14,7 @@ from unison.data import RowDataset
 from unison.errors import BadInput, Diverged
 from unison.models import load
 from unison.privacy import Mechanism, read_ledger, sampling_for
-from unison.privacy.sampling import Draws
+from unison.privacy.sampling import drawn_records
 from unison.privacy.training import PrivateTraining
 from unison.replay import RECORD_FILE, TREE_FILE, Record, first_difference
 from unison.rng import Key, seal
@@ -386,10 +386,9 @@ def test_a_run_that_goes_on_without_its_kept_key_has_a_fresh_one(sealed, tmp_pat
 def rows_of_first_steps(run: Path, num_steps: int) -> list[list[int]]:
     config = json.loads((run / "config.json").read_text())
     num_rows = config["rows"]["train"]["num_rows"]
-    draws = Draws(
-        sampling_for(SEEDED, RECORDED["batch_size"], num_rows), Key.from_seed(0), num_rows
-    )
-    return [draws.records(step).tolist() for step in range(num_steps)]
+    sampling = sampling_for(SEEDED, RECORDED["batch_size"], num_rows)
+    drawn = drawn_records(sampling, Key.from_seed(0), num_rows, range(num_steps))
+    return [each.tolist() for each in drawn]
 
 
 @pytest.mark.parametrize("num_steps", [1, pytest.param(3, marks=pytest.mark.full)])

@@ -51,7 +51,7 @@ class Call(NamedTuple):
         return f"{name}({', '.join(self.names)})"
 
 
-_KIND = slice(3)  # of a call
+KIND = slice(3)  # of a call
 
 
 class Seen(NamedTuple):
@@ -104,117 +104,112 @@ class AxisTable:
     rows_per_sample: dict[tuple, set[Fraction]] | None = None
     is_of_graph: bool = False
 
-    def find(self, call: Call) -> Axes | None:
-        """The dimensions that hold the samples in the output and in each tensor argument.
 
-        None if the call was not seen when the axes were learned.
-        """
-        seen = self.by_kind.get(call[_KIND], {})
-        if call in seen:
-            return seen[call]
-        ways = set(seen.values())
-        if len(ways) > 1:
-            ways = {axes for each, axes in seen.items() if resembles(call, each, axes)}
-        if not ways and self.is_of_graph:
-            ways = {
-                axes
-                for kind, calls in self.by_kind.items()
-                for each, axes in calls.items()
-                if kind[1:] == call[_KIND][1:] and resembles(call, each, axes)
-            }
-        return ways.pop() if len(ways) == 1 else None
+def axes_of(table: AxisTable, call: Call) -> Axes | None:
+    """The dimensions that hold the samples in the output and in each tensor argument.
 
-    def layout_of(self, call: Call, axes: Axes | None, output: Tensor) -> Layout:
-        """Where samples lie in what came out of a call.
+    None if the call was not seen when the axes were learned.
+    """
+    seen = table.by_kind.get(call[KIND], {})
+    if call in seen:
+        return seen[call]
+    ways = set(seen.values())
+    if len(ways) > 1:
+        ways = {axes for each, axes in seen.items() if resembles(call, each, axes)}
+    if not ways and table.is_of_graph:
+        ways = {
+            axes
+            for kind, calls in table.by_kind.items()
+            for each, axes in calls.items()
+            if kind[1:] == call[KIND][1:] and resembles(call, each, axes)
+        }
+    return ways.pop() if len(ways) == 1 else None
 
-        Args:
-            call: The call.
-            axes: What `find` says of it.
-            output: What came out.
 
-        Raises:
-            UnsupportedOperation: If the call was not seen when the axes were learned, or samples
-                have not as many rows as they had: then they need not have as many each.
-        """
-        if axes is None:
-            refuse_unseen(call)
-        axis = axes[0]
-        assert axis is not None
-        expected = (self.rows_per_sample or {}).get(call[_KIND])
-        num_rows = output.shape[axis]
-        if expected is not None and Fraction(num_rows, max(call.batch, 1)) not in expected:
+def layout_of(table: AxisTable, call: Call, axes: Axes | None, output: Tensor) -> Layout:
+    """Where samples lie in what came out of a call.
+
+    Args:
+        table: What was learned.
+        call: The call.
+        axes: What `axes_of` says of it.
+        output: What came out.
+
+    Raises:
+        UnsupportedOperation: If the call was not seen when the axes were learned, or samples
+            have not as many rows as they had: then they need not have as many each.
+    """
+    if axes is None:
+        refuse_unseen(call)
+    axis = axes[0]
+    assert axis is not None
+    expected = (table.rows_per_sample or {}).get(call[KIND])
+    num_rows = output.shape[axis]
+    if expected is not None and Fraction(num_rows, max(call.batch, 1)) not in expected:
+        raise UnsupportedOperation(
+            f"{call} has {num_rows} rows for {call.batch} samples, and had "
+            f"{', '.join(map(str, sorted(expected)))} per sample when it was learned where "
+            "samples lie: the number of rows depends on Python's reading of values. Select "
+            "rows with a mask or with indices that are tensors, whose samples are followed"
+        )
+    return Layout(call.batch, axis)
+
+
+def learn_common(
+    table: AxisTable, many: list[Seen], fewer: list[Seen], sizes: tuple[int, int]
+) -> None:
+    """As `learn_calls`, of the calls that both passes have made, as far as they tell anything."""
+    by_kind: dict[tuple, list[Seen]] = {}
+    for seen in fewer:
+        by_kind.setdefault(seen.call[KIND], []).append(seen)
+    kinds = [seen.call[KIND] for seen in many]
+    for first in many:
+        second = by_kind.get(first.call[KIND], [])
+        if len(second) != kinds.count(first.call[KIND]):
+            continue  # another path
+        try:
+            learn_calls(table, [first], [second[0]], sizes)
+        except UnsupportedOperation:
+            by_kind[first.call[KIND]] = []  # what is not known is asked the trace
+        else:
+            kinds.remove(first.call[KIND])
+            del second[0]
+
+
+def learn_calls(
+    table: AxisTable, many: list[Seen], fewer: list[Seen], sizes: tuple[int, int]
+) -> int:
+    """Compare two passes over different numbers of samples, `sizes`.
+
+    Returns:
+        How many calls were new.
+
+    Raises:
+        UnsupportedOperation: If the passes did not make the same calls, or samples have no
+            place of their own.
+    """
+    if [seen.call[KIND] for seen in many] != [seen.call[KIND] for seen in fewer]:
+        raise UnsupportedOperation(
+            "the model does other operations for another number of samples; write its forward "
+            "so that it does not depend on the size of the batch"
+        )
+    num_new = 0
+    for first, second in zip(many, fewer, strict=True):
+        call = first.call
+        arguments = tuple(
+            _changed(a, b, call) for a, b in zip(call.shapes, second.call.shapes, strict=True)
+        )
+        found = _samples(first, second, sizes), arguments
+        if table.rows_per_sample is not None and found[0] is not None:
+            ratio = Fraction(first.output[found[0]], sizes[0])
+            table.rows_per_sample.setdefault(call[KIND], set()).add(ratio)
+        num_new += axes_of(table, call) is None
+        if table.by_kind.setdefault(call[KIND], {}).setdefault(call, found) != found:
             raise UnsupportedOperation(
-                f"{call} has {num_rows} rows for {call.batch} samples, and had "
-                f"{', '.join(map(str, sorted(expected)))} per sample when it was learned where "
-                "samples lie: the number of rows depends on Python's reading of values. Select "
-                "rows with a mask or with indices that are tensors, whose samples are followed"
+                f"{call} is called twice with the same shapes {call.shapes}, but with samples "
+                "in different dimensions; learn from a batch with another number of samples"
             )
-        return Layout(call.batch, axis)
-
-    def learn_partly(self, many: list[Seen], fewer: list[Seen], sizes: tuple[int, int]) -> None:
-        """As `learn`, of the calls that two passes have both made, as far as they tell anything."""
-        by_kind: dict[tuple, list[Seen]] = {}
-        for seen in fewer:
-            by_kind.setdefault(seen.call[_KIND], []).append(seen)
-        kinds = [seen.call[_KIND] for seen in many]
-        for first in many:
-            second = by_kind.get(first.call[_KIND], [])
-            if len(second) != kinds.count(first.call[_KIND]):
-                continue  # another path
-            try:
-                self.learn([first], [second[0]], sizes)
-            except UnsupportedOperation:
-                by_kind[first.call[_KIND]] = []  # what is not known is asked the trace
-            else:
-                kinds.remove(first.call[_KIND])
-                del second[0]
-
-    def learn(self, many: list[Seen], fewer: list[Seen], sizes: tuple[int, int]) -> int:
-        """Compare two passes over different numbers of samples, `sizes`.
-
-        Returns:
-            How many calls were new.
-
-        Raises:
-            UnsupportedOperation: If the passes did not make the same calls, or samples have no
-                place of their own.
-        """
-        if [seen.call[_KIND] for seen in many] != [seen.call[_KIND] for seen in fewer]:
-            raise UnsupportedOperation(
-                "the model does other operations for another number of samples; write its forward "
-                "so that it does not depend on the size of the batch"
-            )
-        num_new = 0
-        for first, second in zip(many, fewer, strict=True):
-            call = first.call
-            arguments = tuple(
-                _changed(a, b, call) for a, b in zip(call.shapes, second.call.shapes, strict=True)
-            )
-            found = _samples(first, second, sizes), arguments
-            if self.rows_per_sample is not None and found[0] is not None:
-                ratio = Fraction(first.output[found[0]], sizes[0])
-                self.rows_per_sample.setdefault(call[_KIND], set()).add(ratio)
-            num_new += self.find(call) is None
-            if self.by_kind.setdefault(call[_KIND], {}).setdefault(call, found) != found:
-                raise UnsupportedOperation(
-                    f"{call} is called twice with the same shapes {call.shapes}, but with samples "
-                    "in different dimensions; learn from a batch with another number of samples"
-                )
-        return num_new
-
-    def add(self, calls: Iterable[Call], other: "AxisTable") -> int:
-        """Take what another table knows of calls that make no rows for samples.
-
-        Returns:
-            How many of them were new.
-        """
-        num_new = 0
-        for call in calls:
-            found = other.find(call)
-            if found is not None and found[0] is NO_AXIS and self.find(call) is None:
-                self.by_kind.setdefault(call[_KIND], {})[call] = found
-                num_new += 1
-        return num_new
+    return num_new
 
 
 def refuse_unseen(call: Call) -> NoReturn:

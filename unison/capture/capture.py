@@ -4,8 +4,9 @@ The only code that intercepts a pass. It leaves records, as data, by parameter n
 A tap on the output of each operation that uses parameters makes records of its gradient.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 from weakref import ref
@@ -15,7 +16,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen, refuse_unseen, see
+from unison.capture.axes import (
+    NO_AXIS,
+    Axes,
+    AxisTable,
+    Call,
+    Seen,
+    axes_of,
+    layout_of,
+    refuse_unseen,
+    see,
+)
 from unison.capture.expression import (
     ALWAYS,
     derive,
@@ -42,6 +53,7 @@ from unison.capture.tracked import (
     ParamRegistry,
     Tracked,
     all_plain,
+    find_params,
     mapped,
     mark_in_place,
     marked,
@@ -52,6 +64,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import RULES, Builder, Layout, Product, Record, plain_record, rule_of
 from unison.ops.elementwise import put, with_item
 from unison.ops.linear import of_bias
+from unison.ops.records import check_nobodys
 from unison.torch_internals import (
     is_dtensor,
     is_recording,
@@ -69,7 +82,13 @@ ANCHOR = "_unison_anchor"
 
 OnRecord = Callable[[str, Record], None]
 Uses = list[tuple[Tracked, Builder]]  # of parameters by one operation
+Use = tuple[Layout | None, Uses, int | None, bool]
+"""Where samples lie (None if it was made in a backward pass, and is not known there), the uses of
+parameters, the number of the operation in the forward pass (None if it cannot be met again), and
+whether it was made in a backward pass."""
 OnProduct = Callable[[str, Product], bool]
+Gradients = tuple[Tensor | None, ...]
+OnGradients = Callable[[Any, Gradients], Iterable[Tensor | None]]
 
 _NO_MODULE = nn.Module()
 
@@ -102,6 +121,8 @@ class Capture:
             records goes as it is used.
 
     Attributes:
+        is_learning: Whether it is only found out what the model does.
+        met: What parameters meet, where it is only written down; else None.
         used: Names of the parameters that were used.
         used_late: Names of those that were used in the backward pass: activation checkpointing.
         recorded_late: Names of those whose records are of such uses, which `recompute` does not
@@ -130,6 +151,7 @@ class Capture:
         self._known = known
         self.streams, self.has_one_backward = streams, has_one_backward
         self.on_record, self.on_product = on_record, on_product
+        self.is_learning = False
         self.seen: list[Seen] | None = None  # while learning
         self.used: set[str] = set()
         self.used_late: set[str] = set()
@@ -144,7 +166,7 @@ class Capture:
         self._current: tuple[Call, Axes | None] | None = None  # what a rule runs for
         # While samples are followed; and what was made of parameters alone in the last such pass.
         self.trace: RowTrace | None = None
-        self._met: list[Met] | None = None  # while it is looked at where samples go
+        self.met: list[Met] | None = None  # while it is looked at where samples go
         self._written: list[ref[Tensor]] = []  # what has become something made of parameters
         self._resolved: dict[Call, bool] = {}  # whether a call has made an expression
         # Uses that wait in the graph: only for who will `release` them, or all would be a cycle.
@@ -165,43 +187,34 @@ class Capture:
         Raises:
             UnsupportedOperation: If the module is compiled, or a gradient went past the capture.
         """
-        params = ParamRegistry(self.module) if self._known is None else self._known
+        params = self._known or ParamRegistry(*find_params(self.module))
         refuse_compiled(params.modules)
         if self.repeats is not None and not self._is_again:  # else it is what waits
             self.repeats.clear()
         self._outer = torch._C._current_graph_task_id()
         placing = self.module.__dict__.get(PLACING)
-        if placing is not None:
-            with placing(self), self._given_back():
+        with ExitStack() as stack:
+            if placing is not None:
+                stack.enter_context(placing(self))
+            else:
+                tell_of_apply(_followed_apply)
+                stack.callback(tell_no_more, _followed_apply)
+                stack.enter_context(marked(params, self, is_guarded=is_guarded))
+                recurrent = [each for each in params.modules if isinstance(each[1], nn.RNNBase)]
+                if recurrent:
+                    stack.enter_context(flat_weights_renewed(recurrent))
+            try:
                 yield self
-            return
-        recurrent = [each for each in params.modules if isinstance(each[1], nn.RNNBase)]
-        tell_of_apply(_followed_apply)
-        try:
-            with (
-                marked(params, self, is_guarded=is_guarded),
-                flat_weights_renewed(recurrent) if recurrent else nullcontext(),
-                self._given_back(),
-            ):
-                yield self
-        finally:
-            tell_no_more(_followed_apply)
-
-    @contextmanager
-    def _given_back(self) -> Iterator[None]:
-        """Let a buffer that a parameter is written to be one again, after this block."""
-        try:
-            yield
-        finally:
-            for each in self._written:
-                if (target := each()) is not None and type(target) is Tracked:
-                    unmark(target)
-            self._written.clear()
+            finally:  # a buffer that a parameter is written to is one again
+                for each in self._written:
+                    if (target := each()) is not None and type(target) is Tracked:
+                        unmark(target)
+                self._written.clear()
 
     @contextmanager
     def learning(self) -> Iterator[list[Seen]]:
         """Only write down what is called and what comes out."""
-        self.seen = []
+        self.seen, self.is_learning = [], True
         with self.installed(), torch.no_grad():
             yield self.seen
 
@@ -250,19 +263,9 @@ class Capture:
         Args:
             batch: Tensors with samples along dimension 0.
         """
-        self._met = []
+        self.met, self.is_learning = [], True
         with self.installed(), torch.no_grad(), self._traced(batch, 0):
-            yield self._met
-
-    @property
-    def is_learning(self) -> bool:
-        """Whether it is only found out what the model does."""
-        return self.seen is not None or self._met is not None
-
-    @property
-    def is_meeting(self) -> bool:
-        """Whether it is only written down what parameters meet."""
-        return self._met is not None
+            yield self.met
 
     @contextmanager
     def recompute(self, surroundings: RngAutocastState) -> Iterator[None]:
@@ -322,10 +325,9 @@ class Capture:
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        is_learning = self.is_learning
         # Who learns runs all of it without gradients; what writes into `out` can have none.
-        is_unseen = is_learning and kwargs.get("out") is not None
-        if func in UNFOLLOWED or is_unseen or not (is_learning or torch.is_grad_enabled()):
+        is_unseen = self.is_learning and kwargs.get("out") is not None
+        if func in UNFOLLOWED or is_unseen or not (self.is_learning or torch.is_grad_enabled()):
             return func(*all_plain(args), **all_plain(kwargs))
         if func in ALWAYS and type(args[0]) is Tracked:
             return derive(func, args, kwargs)
@@ -346,12 +348,12 @@ class Capture:
                 f"{call} inside of torch.func or vmap, where the samples are not seen; write the "
                 "model for a batch"
             )
-        is_traced = self.axes.is_traced or self._met is not None
-        axes = None if is_traced else self.axes.find(call)
+        is_traced = self.axes.is_traced or self.met is not None
+        axes = None if is_traced else axes_of(self.axes, call)
         if rule is None:
             return self._without_rule(call, axes, args, kwargs)
         is_alone = axes is not None and axes[0] is NO_AXIS
-        if is_alone and not is_learning and not is_in_place(func):
+        if is_alone and not self.is_learning and not is_in_place(func):
             return derive(func, args, kwargs)
         before, self._current = self._current, (call, axes)
         try:
@@ -391,8 +393,7 @@ class Capture:
 
     def call_alone(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a custom `autograd.Function` of parameters alone."""
-        is_learning = self.is_learning
-        if self.is_outside or not (is_learning or torch.is_grad_enabled()):
+        if self.is_outside or not (self.is_learning or torch.is_grad_enabled()):
             return func(*args, **kwargs)
         call, _ = self._call_of(func, args, kwargs)
         return self._derived(call, args, kwargs)
@@ -441,7 +442,7 @@ class Capture:
     def _without_rule(
         self, call: Call, axes: Axes | None, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        is_traced = self.axes.is_traced or self._met is not None
+        is_traced = self.axes.is_traced or self.met is not None
         if not is_traced and self.seen is None and axes is not None:
             if axes[0] is NO_AXIS:
                 return self._derived(call, args, kwargs)
@@ -506,9 +507,9 @@ class Capture:
         )
         first = next(item for item in tree_leaves(output) if isinstance(item, Tensor))
         layout = None if is_chosen_for_all else self._layout_for(call, first)
-        if self._met is not None:
+        if self.met is not None:
             met = trace.find(first)
-            self._met.append((call, met, layout))
+            self.met.append((call, met, layout))
             # Rows that were lost on the way are samples' all the same.
             is_expression = layout is None and (met is None or not is_mixed(met))
             return self._derived(call, args, kwargs) if is_expression else output
@@ -529,12 +530,12 @@ class Capture:
         try:
             layout = self.trace.layout_of(output)
         except UnsupportedOperation as error:
-            if self._met is not None:
+            if self.met is not None:
                 return None
             raise UnsupportedOperation(f"{', '.join(call.names)}: {call}: {error}") from None
         if layout is not None:
             return layout
-        known = self.axes.find(call)  # one row for every sample, made without them
+        known = axes_of(self.axes, call)  # one row for every sample, made without them
         dim = NO_AXIS if known is None else known[0]
         if dim is None or output.shape[dim] % self.batch:
             return None
@@ -561,9 +562,9 @@ class Capture:
         layout = self._layout_for(call, output)
         if layout is not None and rows is None:
             check_constant(call, saved, layout.axis, output)
-        if self._met is not None:
-            self._met.append((call, rows, layout))
-        if layout is None and (rows is None or self._met is None or not is_mixed(rows)):
+        if self.met is not None:
+            self.met.append((call, rows, layout))
+        if layout is None and (rows is None or self.met is None or not is_mixed(rows)):
             raise _Expression
         self._resolved[call] = False
         return layout
@@ -597,8 +598,8 @@ class Capture:
             UnsupportedOperation: A parameter itself is written, or views of the tensor were made,
                 which would not be followed.
         """
-        is_learning = self.is_learning
-        if type(made) is not Tracked and is_learning:  # of what is not known yet, values are enough
+        # Of what is not known yet, values are enough.
+        if type(made) is not Tracked and self.is_learning:
             made = Tracked.of(made, target.sources, self)  # type: ignore[attr-defined]
         was_plain = type(target) is not Tracked
         if (
@@ -653,12 +654,12 @@ class Capture:
             if axes is not None and axes[0] is NO_AXIS:
                 raise _Expression
             return output
-        if self.axes.is_traced or self._met is not None:
+        if self.axes.is_traced or self.met is not None:
             layout = self._traced_layout(call, output, saved)
-            if self._met is not None:
+            if self.met is not None:
                 return output
         else:
-            layout = self.axes.layout_of(call, axes, output)
+            layout = layout_of(self.axes, call, axes, output)
         anchor = self.anchors.get(output.device)
         if anchor is None:
             anchor = self.anchors[output.device] = torch.zeros(
@@ -681,13 +682,53 @@ class Capture:
             if is_late:
                 self.used_late.update(name for value, _ in tracked for name in value.of_parameters)
             number = None if self.repeats is None or is_late else self.repeats.number(call)
-            use = self, layout, tracked, number, is_late
+            use = layout, tracked, number, is_late
             if self._uses is not None:
                 self._uses.append(tracked)
         # A linear map makes a view, where it reshapes what it made: nobody else sees the original.
         if is_fresh and output._base is not None:
             output = _as_no_view(output, output.shape)
-        return _Tap.apply(use, is_fresh, output, anchor, *saved)  # type: ignore[return-value]
+        pass_on = None if is_fresh else torch.clone
+        on_gradient = partial(self._on_gradient, use)
+        (tapped,) = Handover.apply(on_gradient, pass_on, 1, anchor, output, *saved)  # type: ignore[misc]
+        return tapped
+
+    def _on_gradient(self, use: Use | None, node: Any, gradients: Gradients) -> Gradients:
+        """Record the uses of parameters by an operation whose gradient has come.
+
+        Args:
+            use: What is to be recorded; None in a second pass, which is not gone backward.
+            node: Has the tensors that records are made of.
+            gradients: Of what came out.
+        """
+        (g,) = gradients
+        if g is None:
+            return gradients
+        if use is None:
+            refuse_gradients()
+        layout, uses, number, is_late = use
+        try:
+            saved = node.saved_tensors  # asked for once: checkpointing makes them again for it
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                refuse_changed()
+            raise
+        saved = tuple(value.detach() for value in saved)
+        places = []
+        for place, name, record in records_of(layout, uses, g, saved):
+            if is_late:
+                self.recorded_late.add(name)
+            if not self.streams:
+                record = plain_record(record)
+            if number is None or self.on_product is None or type(record) is not Product:
+                self.on_record(name, record)
+            elif self.on_product(name, record):
+                places.append(place)
+        if places:
+            assert self.repeats is not None
+            assert number is not None
+            self.repeats.keep(number, g, tuple(map(local, saved)), places)
+        return gradients
 
     def _record_again(
         self, call: Call, layout: Layout | None, uses: Uses, saved: Sequence[Tensor]
@@ -724,7 +765,7 @@ def records_of(
             "use_reentrant=False"
         )
     if layout.index is not None:
-        layout.check_nobodys(g)
+        check_nobodys(layout, g)
     is_whole = type(g) is Tensor and all(type(each) is Tensor for each in saved)
     for i, (tracked, builder) in enumerate(uses):
         if places is not None and all(i != place[0] for place in places):
@@ -747,69 +788,46 @@ def records_of(
                 yield (i, j), source.name, own
 
 
-class _Tap(torch.autograd.Function):
-    """Marks a fresh tensor as its own output, or copies one that shares memory with others.
+class Handover(torch.autograd.Function):
+    """Hands tensors on as its own, and calls back when their gradients have come, all at once.
 
-    The mark costs no copy, and the tensor may be changed in place later (a view could not). It
-    needs a tensor whose own backward does not read it. What is saved goes through autograd, so that
-    activation checkpointing drops it and makes it again.
+    What is saved goes through autograd, so that activation checkpointing drops it and makes it
+    again.
 
     Args:
-        use: What is to be recorded: the capture, where samples lie (None if it was made in a
-            backward pass, and is not known there), the uses of parameters, the number of the
-            operation in the forward pass (None if it cannot be met again), and whether it was made
-            in a backward pass. None in a second pass, which is not gone backward.
-        is_fresh: Whether the operation made the output new and does not need it in its backward.
-        output: What the operation returned.
-        anchor: A scalar that requires a gradient, so that one comes even if no input does.
-        saved: What the record is made of.
+        on_gradients: Called with the node, which has `saved_tensors`, and the gradients; returns
+            those of the tensors before it.
+        pass_on: Makes what is handed on; None marks the tensor itself, which costs no copy, and
+            lets it be changed in place later (a view could not). It needs a tensor whose own
+            backward does not read it.
+        num_tensors: How many tensors are handed on.
+        anchor: A scalar that requires a gradient, so that one comes even if no tensor does.
+        tensors: Those that are handed on, and those that are saved.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        use: tuple["Capture", Layout | None, Uses, int | None, bool] | None,
-        is_fresh: bool,
-        output: Tensor,
+        on_gradients: OnGradients,
+        pass_on: Callable[[Tensor], Tensor] | None,
+        num_tensors: int,
         anchor: Tensor,
-        *saved: Tensor,
-    ) -> Tensor:
-        ctx.use, ctx.num_saved = use, len(saved)
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Hand tensors on, and save the others."""
+        passed, saved = tensors[:num_tensors], tensors[num_tensors:]
+        ctx.on_gradients, ctx.num_saved = on_gradients, len(saved)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)  # no gradient is no use, in every pass
-        if not is_fresh:
-            return output.clone()
-        ctx.mark_dirty(output)
-        return output
+        if pass_on is not None:
+            return tuple(map(pass_on, passed))
+        ctx.mark_dirty(*passed)
+        return passed
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> tuple:  # type: ignore[override]
-        nothing = None, None, g, None, *(None for _ in range(ctx.num_saved))
-        if g is None:
-            return nothing
-        if ctx.use is None:
-            refuse_gradients()
-        capture, layout, uses, number, is_late = ctx.use
-        try:
-            saved = ctx.saved_tensors  # asked for once: checkpointing makes them again for it
-        except RuntimeError as error:
-            if "modified by an inplace operation" in str(error):
-                refuse_changed()
-            raise
-        saved = tuple(value.detach() for value in saved)
-        places = []
-        for place, name, record in records_of(layout, uses, g, saved):
-            if is_late:
-                capture.recorded_late.add(name)
-            if not capture.streams:
-                record = plain_record(record)
-            if number is None or capture.on_product is None or type(record) is not Product:
-                capture.on_record(name, record)
-            elif capture.on_product(name, record):
-                places.append(place)
-        if places:
-            capture.repeats.keep(number, g, tuple(map(local, saved)), places)
-        return nothing
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:  # type: ignore[override]
+        """Call back; what only was saved gets no gradient."""
+        return *(None,) * 4, *ctx.on_gradients(ctx, gradients), *(None,) * ctx.num_saved
 
 
 def _followed_apply(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

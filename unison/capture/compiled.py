@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule
 
+from unison.capture.axes import layout_of
 from unison.capture.capture import Capture, records_of, refuse_second
 from unison.capture.torch_compile import tell_causal_masks, without_writes
 from unison.capture.tracked import FACTS, Source, Tracked, all_plain
@@ -140,7 +141,7 @@ class _Traced(Capture):
     ) -> Tensor:
         """Let the gradients of the parameters that made `output` lead to slots."""
         assert self._current is not None
-        layout = self.axes.layout_of(*self._current, output)
+        layout = layout_of(self.axes, *self._current, output)
         tracked = [(value, builder) for value, builder in uses if type(value) is Tracked]
 
         def records(g: Tensor, saved: tuple[Tensor, ...]) -> list[tuple[str, Record]]:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 from unison.capture import Capture
 from unison.capture.compiled import CompiledCapture
 from unison.capture.torch_compile import unit_draws_known, unwrapped
-from unison.capture.tracked import ParamRegistry, Tracked
+from unison.capture.tracked import Tracked, find_params
 from unison.errors import UnsupportedOperation
 from unison.rng.draw_mode import draws_of_granule, unwatched
 from unison.shard.api import find_blocks
@@ -49,7 +49,7 @@ class CompiledForward:
 
     def __init__(self, name: str, module: nn.Module, passes: "CapturedPasses") -> None:
         self.name, self._module, self._passes = name, module, passes
-        self._places = [(each.module, each.attribute) for each in ParamRegistry(module).places]
+        self._places = [(each.module, each.attribute) for each in find_params(module)[1]]
         self._compiled: dict[CompiledCapture, Callable[..., Any]] = {}
         self._worked: set[CompiledCapture] = set()
         self.refusal: str | None = None

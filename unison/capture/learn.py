@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from unison.capture.axes import NO_AXIS, AxisTable, Seen, batch_size_of
+from unison.capture.axes import (
+    KIND,
+    NO_AXIS,
+    AxisTable,
+    Seen,
+    axes_of,
+    batch_size_of,
+    learn_calls,
+    learn_common,
+)
 from unison.capture.capture import Capture, Met
 from unison.capture.probes import ProbeState
 from unison.capture.recompute import checkpointing_quiet
@@ -68,7 +77,7 @@ def learn_axes(
         raise BadInput("expected samples to learn from, found a batch of 0")
     axes = AxisTable() if axes is None else axes
     for _ in range(MAX_ROUNDS):
-        num_new = axes.learn(*_two_passes(module, run, batch, axes, state))
+        num_new = learn_calls(axes, *_two_passes(module, run, batch, axes, state))
         if not agree(num_new > 0):
             return axes
     raise UnsupportedOperation(
@@ -197,7 +206,7 @@ def _follow(module: nn.Module, run: Run, batch: Any) -> tuple[list[Met], bool, b
 def _is_out_of_order(met: Met, axes: AxisTable) -> bool:
     """Whether rows do not lie sample by sample, as many for each, where the table says."""
     call, rows, _ = met
-    known = axes.find(call)
+    known = axes_of(axes, call)
     dim = NO_AXIS if known is None else known[0]
     if dim is None or rows is None or is_mixed(rows):
         return False  # the table is what is known of it, and is checked by gradients
@@ -213,11 +222,17 @@ def _learn_partly(module: nn.Module, run: Run, batch: Any, agree: Agree) -> Axis
     axes, expressions = AxisTable(is_traced=True), AxisTable()
     for _ in range(MAX_ROUNDS):
         many, fewer, sizes = _two_passes(module, run, batch, expressions)
-        axes.learn_partly(many, fewer, sizes)
+        learn_common(axes, many, fewer, sizes)
         # As many rows for both sizes, by chance, look as if no sample were in them: only what is
         # made of nothing but parameters is known to be an expression.
-        made = [seen.call for seen in many if seen.digest is None]
-        if not agree(expressions.add(made, axes) > 0):
+        is_new = False
+        for call in [seen.call for seen in many if seen.digest is None]:
+            found = axes_of(axes, call)
+            if found is None or found[0] is not NO_AXIS or axes_of(expressions, call) is not None:
+                continue
+            expressions.by_kind.setdefault(call[KIND], {})[call] = found
+            is_new = True
+        if not agree(is_new):
             break
     return axes
 

@@ -14,7 +14,7 @@ by another way, and raises.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -43,53 +43,43 @@ class Place(NamedTuple):
     name: str  # canonical: the first one of a tied parameter, without wrappers
 
 
+@dataclass(eq=False)
 class ParamRegistry:
     """The modules and parameters of a model, as of the last look.
 
     Attributes:
         modules: By name.
         places: Of all parameters, in the order of `named_parameters()`.
-        trained: Names of all places whose parameters take gradients.
         tracked: Tracked tensors of the last pass, by the ids of their parameters, which the next
-            one may have. They hold the parameters' memory: `forget` lets it go.
+            one may have. They hold the parameters' memory: who empties it lets that go.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self.tracked: dict[int, Tracked] = {}
-        self.refresh()
+    modules: list[tuple[str, nn.Module]]
+    places: list[Place]
+    tracked: "dict[int, Tracked]" = field(default_factory=dict)
 
-    def refresh(self) -> tuple[str, ...]:
-        """Look at the model, and return `trained`."""
-        self.modules = list(self._module.named_modules())
-        self.places: list[Place] = []
-        names: dict[int, str] = {}
-        for path, module in self.modules:
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    if type(parameter) is Tracked:
-                        del module._parameters[attribute]
-                        raise UnsupportedOperation(
-                            f"forward assigns {parameter.of_parameters[0]!r} to the attribute "
-                            f"{attribute!r} of {type(module).__name__}, which makes it a parameter "
-                            "of that name too. Keep it in a local variable, or tie it in __init__"
-                        )
-                    name = names.get(id(parameter))
-                    if name is None:
-                        name = canonical_name(f"{path}.{attribute}" if path else attribute)
-                        names[id(parameter)] = name
-                    self.places.append(Place(module, attribute, parameter, name))
-        self.trained = tuple(each.name for each in self.places if each.parameter.requires_grad)
-        return self.trained
 
-    def forget(self) -> None:
-        """Let go of the tracked tensors, and with them of the memory of parameters that move."""
-        self.tracked = {}
-
-    def clear(self) -> None:
-        """Let go of the model's parts."""
-        self.modules, self.places, self.trained = [], [], ()
-        self.forget()
+def find_params(module: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[Place]]:
+    """Return all modules of a model by name, and all places of its parameters."""
+    modules = list(module.named_modules())
+    places: list[Place] = []
+    names: dict[int, str] = {}
+    for path, each in modules:
+        for attribute, parameter in each._parameters.items():
+            if parameter is not None:
+                if type(parameter) is Tracked:
+                    del each._parameters[attribute]
+                    raise UnsupportedOperation(
+                        f"forward assigns {parameter.of_parameters[0]!r} to the attribute "
+                        f"{attribute!r} of {type(each).__name__}, which makes it a parameter "
+                        "of that name too. Keep it in a local variable, or tie it in __init__"
+                    )
+                name = names.get(id(parameter))
+                if name is None:
+                    name = canonical_name(f"{path}.{attribute}" if path else attribute)
+                    names[id(parameter)] = name
+                places.append(Place(each, attribute, parameter, name))
+    return modules, places
 
 
 @contextmanager

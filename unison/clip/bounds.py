@@ -99,7 +99,7 @@ from unison import check
 from unison.errors import BadInput
 from unison.kernels.available import num_per_tile, plain_arithmetic, spans, takes
 from unison.ops import Dense, Lookup, Product, Record, Streamed
-from unison.ops.records import factors
+from unison.ops.records import factors, shape_of
 
 # --- records as matrices --------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ def matrix_shapes(records: Sequence[Record | Streamed]) -> set[tuple[int, int]]:
             found.add((record.shape[0], math.prod(record.shape[1:])))
     if found:
         return found
-    shape = records[0].shape
+    shape = shape_of(records[0])
     return {(shape[0], math.prod(shape[1:])) if shape else (1, 1)}
 
 
@@ -177,7 +177,7 @@ def check_records(records: Sequence[Record | Streamed], coefficients: Tensor | N
     """
     if not records:
         raise BadInput("expected the records of a parameter, found none: it was not used")
-    shapes = {record.shape for record in records}
+    shapes = {shape_of(record) for record in records}
     if len(shapes) > 1:
         raise BadInput(f"expected records of one parameter, found shapes {sorted(shapes)}")
     tensors = [tensor for record in records for tensor in tensors_of(record)]
@@ -387,7 +387,9 @@ def mass(records: Sequence[Record]) -> Tensor:
         for record in records:
             sides = tensors_of(record)
             is_dense = isinstance(record, Dense)  # one token
-            width = math.prod(record.shape) if is_dense else sum(each.shape[2] for each in sides)
+            width = (
+                math.prod(shape_of(record)) if is_dense else sum(each.shape[2] for each in sides)
+            )
             per_sample = 8 * width * min(TOKENS_PER_TILE, num_terms(record))
             for samples in spans(batch, num_per_tile(per_sample, device)):
                 parts = [each[samples] for each in sides]

@@ -57,6 +57,7 @@ from unison.clip.norms import NORM_METHODS, from_records, measure, refusal
 from unison.kernels import factored, multi_tensor
 from unison.kernels.available import has_triton, on_device_of, plain_arithmetic
 from unison.ops import Product, Record
+from unison.ops.records import shape_of
 from unison.schema import version_of
 
 FORMAT = 1
@@ -215,7 +216,7 @@ def runs_of(
 
     Sums are those of private training: integers, which each pass adds to those before.
     """
-    shape = records[0].shape
+    shape = shape_of(records[0])
     device = tensors_of(records[0])[0].device
     coefficients = torch.full((layer.batch,), 0.5, dtype=torch.float64, device=device)
     for norm in ("gram", "tile"):

@@ -19,6 +19,7 @@ from unison.kernels import factored
 from unison.kernels.available import takes
 from unison.kernels.multi_tensor import combine, squares
 from unison.ops import Dense, Product, Record, Streamed, plain_record
+from unison.ops.records import shape_of
 from unison.torch_internals import machine_of
 
 
@@ -151,29 +152,23 @@ class Clipping:
             if parameter.factors is not None:
                 parameter.factors.check()
             parameter.norms = parameter.gradients = parameter.factors = None
-        elif isinstance(record, Dense) and not parameter.records:
-            self._keep_formed(parameter, record)
-            if parameter.choice is not None:
+        planned = parameter.planned
+        kinds = None if planned is None else planned.kinds
+        is_alone = kinds is not None and len(kinds) == 1 and not parameter.records
+        if isinstance(record, Dense) and is_alone and parameter.choice is None:
+            assert planned is not None
+            choice = planned.chosen.choice
+            # Per-sample gradients that compiled passes have formed. As `_measure` would, in fewer
+            # steps: the host must not be slower than a GPU.
+            if choice.is_kept and choice.norm in measured.METHODS and takes(record.value):
+                kept = measured.materialize([record])
+                parameter.choice, parameter.is_fast, parameter.gradients = choice, True, kept
+                parameter.records, parameter.comes_again = [Dense(kept)], [False]
                 return
         parameter.records.append(record)
         parameter.comes_again.append(comes_again)
-        kinds = None if parameter.planned is None else parameter.planned.kinds
         if kinds is not None and len(parameter.comes_again) == len(kinds):
             self._measure(parameter)
-
-    def _keep_formed(self, parameter: UsedParameter, record: Dense) -> None:
-        """Keep per-sample gradients that compiled passes have formed, where that is planned.
-
-        As `_measure` would, in fewer steps: the host must not be slower than a GPU.
-        """
-        planned = parameter.planned
-        if planned is None or planned.kinds is None or len(planned.kinds) != 1:
-            return
-        choice = planned.chosen.choice
-        if choice.is_kept and choice.norm in measured.METHODS and takes(record.value):
-            kept = measured.materialize([record])
-            parameter.choice, parameter.is_fast, parameter.gradients = choice, True, kept
-            parameter.records, parameter.comes_again = [Dense(kept)], [False]
 
     def take_product(self, name: str, record: Product) -> bool:
         """Take a record that a second forward pass can make again, and return whether it should.
@@ -204,8 +199,21 @@ class Clipping:
     # --- norms -----------------------------------------------------------------------------------
 
     def _measure(self, parameter: UsedParameter) -> None:
+        """Measure a parameter by the methods that were planned, if its records were, too."""
         records: Sequence[Record] = parameter.records
-        choice = parameter.choice = self._choice_for(parameter)
+        planned, choice = parameter.planned, None
+        if planned is not None and planned.kinds is not None:
+            # Code may cut a batch to its longest row: tokens differ where shapes of inputs do not.
+            is_as_planned = any(isinstance(each, Streamed) for each in records)
+            if not is_as_planned:
+                found = sorted((KINDS[type(each)], num_terms(each)) for each in records)
+                # Compiled passes multiply products out themselves.
+                is_formed = found == [("dense", 1)] and planned.chosen.choice.is_kept
+                is_as_planned = found == planned.kinds or is_formed
+            choice = planned.chosen.choice if is_as_planned else None
+        if choice is None:
+            choice = self.plan.choice_for(describe(parameter.name, records))
+        parameter.choice = choice
         parameter.is_fast = choice.norm in measured.METHODS and is_taken(records)
         if not parameter.is_fast:
             lent = None
@@ -232,21 +240,6 @@ class Clipping:
         only = records[0] if parameter.is_fast and len(records) == 1 else None
         if isinstance(only, Dense) and not parameter.num_missing:
             parameter.gradients = only.value
-
-    def _choice_for(self, parameter: UsedParameter) -> Choice:
-        """Return the methods that were planned, if the records are those that were planned for."""
-        planned, records = parameter.planned, parameter.records
-        if planned is not None and planned.kinds is not None:
-            choice = planned.chosen.choice
-            if any(isinstance(each, Streamed) for each in records):
-                return choice
-            # Code may cut a batch to its longest row: tokens differ where shapes of inputs do not.
-            found = sorted((KINDS[type(each)], num_terms(each)) for each in records)
-            # Compiled passes multiply products out themselves.
-            is_formed = found == [("dense", 1)] and choice.is_kept
-            if found == planned.kinds or is_formed:
-                return choice
-        return self.plan.choice_for(describe(parameter.name, records))
 
     def norms(self) -> NormTable:
         """End the first pass: each used parameter's norms, by name and in order of names.
@@ -318,7 +311,7 @@ class Clipping:
             self._finish(parameter, coefficients)
         elif not parameter.is_fast:
             held = sum(each.nbytes for kept in parameter.records for each in tensors_of(kept))
-            if 8 * math.prod(record.shape) <= held:  # a float64 sum is smaller
+            if 8 * math.prod(shape_of(record)) <= held:  # a float64 sum is smaller
                 self._add(parameter, coefficients)
 
     def is_complete(self, names: Iterable[str]) -> bool:
@@ -474,7 +467,7 @@ class Clipping:
         if parameter.total is None:
             first = parameter.records[0]
             device = tensors_of(first)[0].device
-            parameter.total = torch.zeros(first.shape, dtype=torch.float64, device=device)
+            parameter.total = torch.zeros(shape_of(first), dtype=torch.float64, device=device)
         while parameter.records:
             add_clipped(parameter.total, parameter.records.pop(0), coefficients)
 
@@ -482,7 +475,7 @@ class Clipping:
         """Make the clipped sum: no record is missing."""
         if parameter.total is None:
             records, parameter.records = parameter.records, []
-            shape = records[0].shape
+            shape = shape_of(records[0])
             if parameter.is_fast and (self.grid is None or self.grid.dtype == torch.int32):
                 parameter.clipped = measured.clipped_sum(records, coefficients, shape, self.grid)
             else:

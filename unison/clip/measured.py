@@ -50,7 +50,7 @@ from unison.clip.costs import WAITING, Choice
 from unison.kernels import factored, multi_tensor
 from unison.kernels.available import num_per_tile, spans, takes
 from unison.ops import Dense, Lookup, Product, Record, Streamed, plain_record
-from unison.ops.records import factors, take
+from unison.ops.records import factors, shape_of, take
 
 METHODS = ("tile", "gram", "materialize")  # norm methods that have kernels
 
@@ -106,7 +106,7 @@ def materialize(records: Sequence[Record]) -> Tensor:
             made = left.new_empty(len(left), left.shape[2], right.shape[2], dtype=dtype)
             _multiply_into(made, left, right.to(left.dtype))
         return made.view(-1, *only.shape)
-    return _sum_of(records, dtype).view(-1, *records[0].shape)
+    return _sum_of(records, dtype).view(-1, *shape_of(records[0]))
 
 
 def _multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -177,7 +177,7 @@ def squared_norms(records: Sequence[Record | Streamed], method: str) -> SampleNo
         method: `"tile"` or `"gram"`.
     """
     batch = len(tensors_of(records[0])[0])
-    numel = math.prod(records[0].shape)
+    numel = math.prod(shape_of(records[0]))
     products = [record for record in records if isinstance(record, Product)]
     if len(products) == len(records):
         left, right = _joined(products)

@@ -49,7 +49,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import num_per_tile, plain_arithmetic, spans
 from unison.kernels.multi_tensor import squared_norms, weighted_sum
 from unison.ops import Dense, Lookup, Product, Record
-from unison.ops.records import add_rows_, factors, take
+from unison.ops.records import add_rows_, factors, shape_of, take
 from unison.torch_internals import machine_of
 
 _FEATURES_PER_TILE = 4096
@@ -263,7 +263,7 @@ def needed_to_keep(records: Sequence[Record]) -> tuple[tuple[int, ...], torch.dt
     """Return shape and dtype of what `materialize` has to allocate; None if it needs nothing."""
     if len(records) == 1 and isinstance(records[0], Dense):
         return None
-    return (check_records(records), *records[0].shape), widest_dtype(records)
+    return (check_records(records), *shape_of(records[0])), widest_dtype(records)
 
 
 def materialize(records: Sequence[Record], out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -332,7 +332,7 @@ def _add_rows(tile: Tensor, record: Record, rows: slice) -> None:
             add_rows_(tile.view(batch * height, columns), index.flatten(), g.flatten(0, 1))
         case Dense(value=value):
             columns = tile.shape[2]
-            num_rows = math.prod(record.shape) // max(1, columns)
+            num_rows = math.prod(shape_of(record)) // max(1, columns)
             tile += value.reshape(len(value), num_rows, columns)[:, rows]
 
 
@@ -394,9 +394,9 @@ def add_clipped(total: Tensor, record: Record, coefficients: Tensor) -> None:
     For uses that come one by one.
     """
     check_records([record], coefficients)
-    if tuple(total.shape) != record.shape or total.dtype != torch.float64:
+    if tuple(total.shape) != shape_of(record) or total.dtype != torch.float64:
         raise BadInput(
-            f"expected a float64 total of shape {list(record.shape)}, found {total.dtype} "
+            f"expected a float64 total of shape {list(shape_of(record))}, found {total.dtype} "
             f"{list(total.shape)}"
         )
     coefficients = coefficients.to(device=total.device, dtype=torch.float64)
@@ -411,7 +411,7 @@ def add_clipped(total: Tensor, record: Record, coefficients: Tensor) -> None:
 
 
 def _of_dense(dense: Dense, coefficients: Tensor) -> Tensor:  # [numel], float64
-    values = dense.value.reshape(len(dense.value), math.prod(dense.shape))
+    values = dense.value.reshape(len(dense.value), math.prod(shape_of(dense)))
     coefficients = coefficients.to(device=values.device, dtype=torch.float64)
     out = values.new_empty(values.shape[1], dtype=torch.float64)
     return weighted_sum(values, coefficients, out)

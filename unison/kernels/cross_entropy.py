@@ -510,7 +510,7 @@ class _TokenLosses(torch.autograd.Function):
                 "linear_cross_entropy has no second derivative (create_graph=True); compute "
                 "F.cross_entropy of the logits instead"
             )
-        hidden, weight, bias, labels, lse = ctx.saved_tensors  # asked for once: see `_Tap`
+        hidden, weight, bias, labels, lse = ctx.saved_tensors  # asked for once: see `Capture`
         wanted = ctx.needs_input_grad[:3]
         made = None if ctx.shared is None else ctx.shared.hidden_gradient(g)
         if made is not None:

@@ -35,7 +35,7 @@ from unison.kfac.config import KFACConfig
 from unison.kfac.layers import Form, Layer, Method, block_shape
 from unison.kfac.linalg import is_gpu, is_half, padding_of, wide_product
 from unison.ops import Dense, Lookup, Product, Record, per_sample, plain_record
-from unison.ops.records import add_rows_, factors, take, wide
+from unison.ops.records import add_rows_, factors, shape_of, take, wide
 
 MOST_AT_ONCE = 1 << 24  # elements of per-sample gradients that are held
 MOST_ALIKE = 1 << 18  # of those of a parameter that is squared together with others
@@ -124,7 +124,7 @@ def diagonal_sums(records: Sequence[Record], is_counted: Tensor | None) -> Tenso
         return _squared_rows(first, is_counted)
     batch = len(first.value) if isinstance(first, Dense) else len(first.g)
     total: Any = 0.0
-    at_once = max(1, MOST_AT_ONCE // max(1, torch.Size(first.shape).numel()))
+    at_once = max(1, MOST_AT_ONCE // max(1, torch.Size(shape_of(first)).numel()))
     # Of a table that is the head too, what was looked up is added to the product, row by row.
     is_head = any(isinstance(each, Product) for each in records)
     lookups = [each for each in records if is_head and isinstance(each, Lookup)]

@@ -28,7 +28,7 @@ from unison.kernels.cross_entropy import (
     reduced,
     token_losses,
 )
-from unison.ops.records import Dense, Layout, Product, Record
+from unison.ops.records import Dense, Layout, Product, Record, rows_of
 from unison.ops.registry import Tap, rule
 
 Piece = tuple[slice, Product]  # the samples, and their part of the record
@@ -177,17 +177,17 @@ class _Use:
         """Make a record of the weight, whose first reading makes the rest."""
         hidden, weight, labels, lse, *bias = saved
         head = ChunkedHead(
-            hidden=layout.rows(hidden),
+            hidden=rows_of(layout, hidden),
             weight=weight,
             bias=bias[0] if bias else None,
-            labels=layout.rows(labels, num_features=0),
+            labels=rows_of(layout, labels, num_features=0),
             ignore_index=self.ignore_index,
             chunk=self.chunk,
         )
         record = Streamed(
             head,
-            layout.rows(lse, num_features=0),
-            layout.rows(g, num_features=0),
+            rows_of(layout, lse, num_features=0),
+            rows_of(layout, g, num_features=0),
             # Where samples lie elsewhere, rows are in another order than the operation's.
             of_hidden=self.needs_hidden and layout.axis == 0 and layout.index is None,
             of_bias=self.has_bias,

@@ -13,23 +13,23 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from unison.ops.linear import of_bias
-from unison.ops.records import Dense, Layout, wide
+from unison.ops.records import Dense, Layout, sum_to, wide
 from unison.ops.registry import Builder, Rule, Tap, rule
 
 
 def of_factor(layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -> Dense:
     """Record of w in y = x * w."""
-    return Dense(layout.reduced(wide(g) * x, shape))
+    return Dense(sum_to(layout, wide(g) * x, shape))
 
 
 def of_subtracted(layout: Layout, g: Tensor, *_: Tensor, shape: tuple[int, ...]) -> Dense:
     """Record of w in y = x - w."""
-    return Dense(layout.reduced(-wide(g), shape))
+    return Dense(sum_to(layout, -wide(g), shape))
 
 
 def of_divisor(layout: Layout, g: Tensor, x: Tensor, w: Tensor, *, shape: tuple[int, ...]) -> Dense:
     """Record of w in y = x / w."""
-    return Dense(layout.reduced(-wide(g) * x / (w * w), shape))
+    return Dense(sum_to(layout, -wide(g) * x / (w * w), shape))
 
 
 def binary(
@@ -76,7 +76,7 @@ def of_chosen(
 ) -> Dense:
     """Record of w in y = where(condition, w, x), or the other way round."""
     condition = condition if is_chosen else condition.logical_not()
-    return Dense(layout.reduced(torch.where(condition, wide(g), 0.0), shape))
+    return Dense(sum_to(layout, torch.where(condition, wide(g), 0.0), shape))
 
 
 @rule(torch.where)

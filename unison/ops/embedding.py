@@ -8,7 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unison.errors import UnsupportedOperation
-from unison.ops.records import Layout, Lookup, Record, per_sample, wide
+from unison.ops.records import (
+    Layout,
+    Lookup,
+    Record,
+    index_of,
+    per_sample,
+    rows_of,
+    wide,
+    with_index,
+)
 from unison.ops.registry import Tap, rule
 
 NO_ROW = -1
@@ -18,14 +27,14 @@ def of_table(
     layout: Layout, g: Tensor, ids: Tensor, *, shape: tuple[int, ...], padding: int | None = None
 ) -> Lookup:
     """Record of a table [rows, features]; the row `padding` gets no gradient."""
-    return Lookup(_without(padding, _id_rows(layout, ids), shape), layout.rows(g), shape)
+    return Lookup(_without(padding, _id_rows(layout, ids), shape), rows_of(layout, g), shape)
 
 
 def _id_rows(layout: Layout, ids: Tensor) -> Tensor:
     """Bring ids to [batch, tokens]; where samples are padded, with ids that count for nothing."""
     if layout.index is None:
-        return layout.rows(ids, num_features=0)
-    return layout.rows(ids - NO_ROW, num_features=0) + NO_ROW
+        return rows_of(layout, ids, num_features=0)
+    return rows_of(layout, ids - NO_ROW, num_features=0) + NO_ROW
 
 
 def looked_up(
@@ -103,9 +112,9 @@ def of_bags(
         each = each / sizes.clamp(min=1)[bags].unsqueeze(-1)
     if weights:
         each = each * weights[0].unsqueeze(-1)
-    samples = layout.with_index(g).index_of((len(g),))[bags]
+    samples = index_of(with_index(layout, g), (len(g),))[bags]
     tokens = Layout(layout.batch, 0, samples.unsqueeze(-1))  # [tokens, 1]
-    return Lookup(_without(padding, _id_rows(tokens, ids), shape), tokens.rows(each), shape)
+    return Lookup(_without(padding, _id_rows(tokens, ids), shape), rows_of(tokens, each), shape)
 
 
 @rule(F.embedding_bag)

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from unison.errors import UnsupportedOperation
 from unison.kernels.available import takes
-from unison.ops.records import Dense, Layout, Product, Record, wide
+from unison.ops.records import (
+    Dense,
+    Layout,
+    Product,
+    Record,
+    grouped,
+    rows_of,
+    sum_to,
+    wide,
+    wide_sum_to,
+    with_index,
+)
 from unison.ops.registry import Tap, rule
 
 ALIGNED = 8  # elements that matrix units load at once
@@ -20,12 +31,12 @@ LEAST_PADDED = 1 << 24  # of a weight, for which it pays to copy it
 
 def of_weight(layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -> Product:
     """Record of W [d_out, d_in] in y = x Wᵀ."""
-    return Product(layout.rows(x), layout.rows(g), is_transposed=False, shape=shape)
+    return Product(rows_of(layout, x), rows_of(layout, g), is_transposed=False, shape=shape)
 
 
 def of_transposed(layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -> Product:
     """Record of W [d_in, d_out] in y = x W."""
-    return Product(layout.rows(x), layout.rows(g), is_transposed=True, shape=shape)
+    return Product(rows_of(layout, x), rows_of(layout, g), is_transposed=True, shape=shape)
 
 
 def of_left(layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -> Product:
@@ -37,12 +48,12 @@ def of_left(layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -> 
 
 def of_vector(layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -> Dense:
     """Record of w [d_in] in y = x w, one number per token."""
-    return Dense(layout.reduced(wide(g).unsqueeze(-1) * x, shape))
+    return Dense(sum_to(layout, wide(g).unsqueeze(-1) * x, shape))
 
 
 def of_bias(layout: Layout, g: Tensor, *_: Tensor, shape: tuple[int, ...]) -> Dense:
     """Record of what was added to the output."""
-    return Dense(layout.summed(g, shape))
+    return Dense(wide_sum_to(layout, g, shape))
 
 
 def as_computed(x: Tensor, y: Tensor) -> Tensor:
@@ -50,26 +61,22 @@ def as_computed(x: Tensor, y: Tensor) -> Tensor:
     return x.to(y.dtype) if x.is_floating_point() and x.dtype != y.dtype else x
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+@rule(F.linear)
+def linear(tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
     """`F.linear`, on a GPU with rows of outputs that begin where a GEMM wants them.
 
     Of a vocabulary of 50257 both GEMMs, this one and that of the inputs' gradient, are a quarter as
     fast as they can be. A copy without the rows' ends costs less than a tenth of one of them.
     """
-    extra = -len(weight) % ALIGNED
-    if not extra or weight.numel() < LEAST_PADDED or not takes(x, weight):
-        return F.linear(x, weight, bias)
-    weight = F.pad(weight, (0, 0, 0, extra))
-    bias = None if bias is None else F.pad(bias, (0, extra))
-    return F.linear(x, weight, bias)[..., :-extra].contiguous()
-
-
-@rule(F.linear)
-def linear(tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
-    """`F.linear`."""
     if tap.tracks(input):
         return NotImplemented
-    y = _linear(input, tap.plain(weight), tap.plain(bias))
+    w, b = tap.plain(weight), tap.plain(bias)
+    extra = -len(w) % ALIGNED
+    if not extra or w.numel() < LEAST_PADDED or not takes(input, w):
+        y = F.linear(input, w, b)
+    else:
+        b = None if b is None else F.pad(b, (0, extra))
+        y = F.linear(input, F.pad(w, (0, 0, 0, extra)), b)[..., :-extra].contiguous()
     uses = [(weight, of_weight), (bias, of_bias)]
     return tap(y, saved=(as_computed(input, y),), uses=uses)
 
@@ -146,7 +153,7 @@ def of_kernel(
     sides = [side for pair in reversed(padding) for side in pair]
     patches = unfolded(F.pad(x, sides), shape[2:], stride=stride, dilation=dilation)
     outputs = g.flatten(2).transpose(1, 2)  # [images, places, out]
-    patches, outputs = layout.rows(patches), layout.rows(outputs)  # [batch, places, ...]
+    patches, outputs = rows_of(layout, patches), rows_of(layout, outputs)  # [batch, places, ...]
     if groups == 1:
         return Product(patches, outputs, is_transposed=False, shape=shape)
     # Channels are ordered by group on both sides.
@@ -161,7 +168,7 @@ def of_channels(layout: Layout, g: Tensor, *_: Tensor, shape: tuple[int, ...]) -
     if layout.index is None and len(g) == layout.batch:
         return Dense(wide(g).flatten(2).sum(dim=2))
     per_image = (*shape, *(1 for _ in g.shape[2:]))
-    return Dense(layout.reduced(wide(g), per_image).reshape(layout.batch, *shape))
+    return Dense(sum_to(layout, wide(g), per_image).reshape(layout.batch, *shape))
 
 
 def _per_dim(value: int | Sequence[int], num_dims: int) -> tuple[int, ...]:
@@ -263,7 +270,7 @@ def _split_samples(
     index = (
         None if layout.index is None else layout.index.reshape(-1, *(1 for _ in front.shape[1:]))
     )
-    rows = Layout(layout.batch, 0, index).rows(front, num_features=front.ndim - 1)
+    rows = rows_of(Layout(layout.batch, 0, index), front, num_features=front.ndim - 1)
     return rows, new + sample + term[:axis] + term[axis + 1 :]
 
 
@@ -317,8 +324,10 @@ def of_experts(
     rows = torch.arange(len(x), device=x.device)
     experts = torch.searchsorted(offsets.to(torch.int64), rows, right=True)
     experts = experts.clamp(max=num_experts - 1)  # rows after the last offset have no gradient
-    by_expert = layout.with_index(g).grouped(experts, num_experts)
-    a, b = (wide(by_expert.rows(each)) for each in (x, g))  # [batch * experts, tokens, features]
+    by_expert = grouped(with_index(layout, g), experts, num_experts)
+    a, b = (
+        wide(rows_of(by_expert, each)) for each in (x, g)
+    )  # [batch * experts, tokens, features]
     return Dense(torch.bmm(a.mT, b).reshape(layout.batch, *shape))
 
 

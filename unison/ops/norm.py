@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unison.errors import UnsupportedOperation
 from unison.kernels.multi_tensor import norm_sums, takes_norm
-from unison.ops.records import Dense, Layout, wide
+from unison.ops.records import Dense, Layout, rows_of, sum_to, wide, wide_sum_to
 from unison.ops.registry import Builder, Tap, rule
 
 
@@ -28,7 +28,7 @@ def of_gain(
     broadcast: tuple[int, ...] | None = None,
 ) -> Dense:
     """Record of the gain; `broadcast` is its shape as it is broadcast to the input."""
-    reduced = layout.reduced(wide(g) * normalise(wide(x)), broadcast or shape)
+    reduced = sum_to(layout, wide(g) * normalise(wide(x)), broadcast or shape)
     return Dense(reduced.reshape(layout.batch, *shape))
 
 
@@ -40,7 +40,7 @@ def of_offset(
     broadcast: tuple[int, ...] | None = None,
 ) -> Dense:
     """Record of what is added."""
-    return Dense(layout.summed(g, broadcast or shape).reshape(layout.batch, *shape))
+    return Dense(wide_sum_to(layout, g, broadcast or shape).reshape(layout.batch, *shape))
 
 
 def _affine(
@@ -57,7 +57,7 @@ def _affine(
     made: list[tuple[Tensor, Tensor]] = []  # the gradient, and its sums over tokens
 
     def gain(layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -> Dense:
-        rows, gradients = layout.rows(x), layout.rows(g)
+        rows, gradients = rows_of(layout, x), rows_of(layout, g)
         if not takes_norm(rows, gradients):
             return of_gain(layout, g, x, shape=shape, normalise=normalise)
         sums = norm_sums(rows, gradients, eps, is_centred=is_centred, has_offset=has_offset)

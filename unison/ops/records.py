@@ -82,11 +82,6 @@ class Dense:
     value: Tensor
     is_ours: bool = False
 
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """The parameter's shape."""
-        return tuple(self.value.shape[1:])
-
 
 Record = Product | Lookup | Dense
 
@@ -94,6 +89,11 @@ Record = Product | Lookup | Dense
 def plain_record(record: Any) -> Record:
     """Return a record in one of these forms: one that is made while it is read, made whole."""
     return record if isinstance(record, Record) else record.as_product()
+
+
+def shape_of(record: Any) -> tuple[int, ...]:
+    """Return the shape of a record's parameter."""
+    return tuple(record.value.shape[1:]) if isinstance(record, Dense) else record.shape
 
 
 def factors(product: Product) -> tuple[Tensor, Tensor]:
@@ -165,7 +165,7 @@ def in_rows(record: Record, start: int, shape: tuple[int, ...]) -> Record:
 
     It stays as large as activations: the other rows get zeros before anything is multiplied out.
     """
-    num_rows = record.shape[0]
+    num_rows = shape_of(record)[0]
     after = shape[0] - start - num_rows
     match record:
         case Product() if not record.is_transposed:
@@ -195,7 +195,8 @@ def part_of(record: Record, dim: int, start: int, size: int) -> Record:
         start: Where the part begins.
         size: How long it is.
     """
-    shape = (*record.shape[:dim], size, *record.shape[dim + 1 :])
+    before = shape_of(record)
+    shape = (*before[:dim], size, *before[dim + 1 :])
     match record:
         case Product() if len(shape) == 2:
             if (dim == 0) == record.is_transposed:
@@ -238,179 +239,196 @@ class Layout:
     axis: int = 0
     index: Tensor | None = None
 
-    def rows(self, value: Tensor, num_features: int = 1) -> Tensor:
-        """Bring a tensor to [batch, tokens, *features].
-
-        Args:
-            value: Any tensor whose dimension `axis` holds the samples.
-            num_features: How many trailing dimensions are features.
-
-        Raises:
-            BadInput: If the dimension does not divide into samples.
-        """
-        leading = value.ndim - num_features
-        if self.index is not None:
-            return self._gathered(value, leading)
-        if self.axis == 0 and leading == 2 and value.shape[0] == self.batch:
-            return value
-        if not self.axis < leading or (self.batch and value.shape[self.axis] % self.batch):
-            raise BadInput(
-                f"expected {self.batch} samples along dimension {self.axis}, found a tensor of "
-                f"shape {list(value.shape)} with {num_features} dimensions of features"
-            )
-        features = value.shape[leading:]
-        tokens = math.prod(value.shape[:leading]) // max(self.batch, 1)
-        return value.movedim(self.axis, 0).reshape(self.batch, tokens, *features)
-
-    def samples(self, value: Tensor) -> Tensor:
-        """Bring a tensor to [batch, *its own shape with 1 in the place of the samples].
-
-        Where tokens are flattened into the batch dimension too, they stay in that place.
-        """
-        assert self.index is None, "rows with an index have no place for each sample"
-        rest = value.shape[self.axis] // max(self.batch, 1)
-        moved = value.movedim(self.axis, 0)
-        split = moved.reshape(self.batch, rest, *moved.shape[1:])
-        return split.movedim(1, 1 + self.axis)
-
-    def summed(self, g: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """As `reduced`, added in float32 at least, without a wide copy in the usual case."""
-        dtype = torch.promote_types(g.dtype, torch.float32)
-        leading = g.ndim - len(shape)
-        is_plain = self.index is None and self.axis == 0
-        if is_plain and leading > 0 and self.batch and g.shape[leading:] == shape:
-            if len(shape) == 1:
-                return column_sums(self.rows(g))
-            return self.rows(g, num_features=len(shape)).sum(dim=1, dtype=dtype)
-        return self.reduced(g.to(dtype), shape)
-
-    def reduced(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Add up each sample's elements as a parameter of `shape` was broadcast to them.
-
-        Returns:
-            [batch, *shape]
-
-        Raises:
-            BadInput: If the parameter has a dimension of its own where the samples are.
-        """
-        leading = value.ndim - len(shape)
-        is_plain = self.index is None and self.axis == 0
-        if is_plain and leading > 0 and self.batch and value.shape[leading:] == shape:
-            return self.rows(value, num_features=len(shape)).sum(dim=1)  # the usual case
-        if self.index is None:
-            parts = self.samples(value)  # [batch, *value.shape with the samples taken out]
-            return self._broadcast_sums(parts, value, shape)
-        rows, index = self._by_row(value)  # [rows, *value.shape with 1 where samples change]
-        sums = self._broadcast_sums(rows, value, shape)  # [rows, *shape]
-        total = sums.new_zeros(self.batch + 1, *shape)  # the last is nobody's
-        return add_rows_(total, index % (self.batch + 1), sums)[:-1]
-
-    def with_index(self, value: Tensor) -> "Layout":
-        """The same with an index, for a tensor of which this is the layout."""
-        if self.index is not None:
-            return self
-        batch, axis, size = self.batch, self.axis, value.shape[self.axis]
-        return Layout(batch, axis, index_in_order(size, batch, axis, value.ndim, value.device))
-
-    def grouped(self, groups: Tensor, num_groups: int) -> "Layout":
-        """The same rows with every sample cut into groups, such as experts.
-
-        Args:
-            groups: The group of each row of a tensor [rows, features].
-            num_groups: How many there are.
-
-        Returns:
-            A layout of `batch * num_groups` samples, those of one sample next to each other.
-        """
-        assert self.index is not None
-        index = self.index_of(tuple(groups.shape))
-        whose = torch.where(index < 0, index, index * num_groups + groups)
-        return Layout(self.batch * num_groups, 0, whose.unsqueeze(-1))  # [rows, 1]
-
-    def check_nobodys(self, g: Tensor) -> None:
-        """Make sure that no gradient came to rows that belong to nobody.
-
-        Raises:
-            UnsupportedOperation: Otherwise: some sample's gradient would be left out.
-        """
-        assert self.index is not None
-        if not self._has_nobodys:
-            return
-        if bool(((g != 0) & (self.index == NOBODY)).any()):
-            raise UnsupportedOperation(
-                "a gradient came to rows that were made without any sample, among rows selected by "
-                "values, so that it is not known whose they are. Make them from the batch, such as "
-                "with torch.zeros_like(x) in place of torch.zeros(...)"
-            )
-
-    # --- with an index ---------------------------------------------------------------------------
-
-    def index_of(self, leading: tuple[int, ...]) -> Tensor:
-        """The sample of each row of a tensor whose leading dimensions have these sizes [rows]."""
-        assert self.index is not None
-        sizes = self.index.shape[: len(leading)]
-        if self.index.numel() != math.prod(sizes):
-            raise BadInput(
-                f"expected rows in the first {len(leading)} dimensions, found an index of shape "
-                f"{list(self.index.shape)}: samples lie along features"
-            )
-        return self.index.reshape(sizes).expand(leading).reshape(-1)
-
-    def _gathered(self, value: Tensor, leading: int) -> Tensor:
-        sizes = tuple(value.shape[:leading])
-        index = self.index_of(sizes)
-        flat = value.reshape(math.prod(sizes), *value.shape[leading:])
-        places, longest = self._places(index)
-        # One row more, which takes nobody's, and is left out again.
-        gathered = flat.new_zeros(self.batch * longest + 1, *flat.shape[1:])
-        gathered[places] = flat
-        return gathered[:-1].unflatten(0, (self.batch, longest))
-
-    def _places(self, index: Tensor) -> tuple[Tensor, int]:
-        """Where each row goes in [batch * longest + 1], and how long the longest sample is."""
-        found = self._known_places.get(len(index))
-        if found is None:
-            whose = torch.where(index < 0, self.batch, index)
-            counts = torch.bincount(whose, minlength=self.batch + 1)
-            longest = max(1, int(counts[:-1].max())) if self.batch else 1
-            order = torch.sort(whose, stable=True).indices
-            first = counts.cumsum(0) - counts
-            place = torch.empty_like(index)
-            place[order] = torch.arange(len(index), device=index.device) - first[whose[order]]
-            place = torch.where(index < 0, self.batch * longest, whose * longest + place)
-            found = self._known_places[len(index)] = place, longest
-        return found
+    @cached_property
+    def known_places(self) -> dict[int, tuple[Tensor, int]]:
+        """What `_places` found, by the number of rows: a use's tensors share them."""
+        return {}
 
     @cached_property
-    def _known_places(self) -> dict[int, tuple[Tensor, int]]:
-        return {}  # by the number of rows: a use's tensors share them
-
-    @cached_property
-    def _has_nobodys(self) -> bool:
+    def has_nobodys(self) -> bool:
+        """Whether some row belongs to no sample."""
         return self.index is not None and bool((self.index == NOBODY).any())
 
-    def _by_row(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Bring a tensor to [rows, *its shape with 1 where samples change], and whose they are."""
-        assert self.index is not None
-        dims = [dim for dim, size in enumerate(self.index.shape) if size != 1]
-        rest = [1 if dim in dims else size for dim, size in enumerate(value.shape)]
-        moved = value.movedim(dims, list(range(len(dims))))
-        num_rows = math.prod(value.shape[dim] for dim in dims)
-        index = self.index.movedim(dims, list(range(len(dims)))).reshape(num_rows)
-        return moved.reshape(num_rows, *rest), index
 
-    def _broadcast_sums(self, parts: Tensor, value: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Add up what a parameter of `shape` was broadcast to: [parts, ...] to [parts, *shape]."""
-        extra = parts.ndim - 1 - len(shape)
-        if extra > 0:
-            parts = parts.sum(dim=tuple(range(1, 1 + extra)))
-        for dim, size in enumerate(shape):
-            found = parts.shape[1 + dim]
-            if found != size:
-                if size != 1:
-                    raise BadInput(
-                        f"a parameter of shape {list(shape)} does not broadcast over samples in "
-                        f"dimension {self.axis} of {list(value.shape)}"
-                    )
-                parts = parts.sum(dim=1 + dim, keepdim=True)
-        return parts.reshape(len(parts), *shape)
+def rows_of(layout: Layout, value: Tensor, num_features: int = 1) -> Tensor:
+    """Bring a tensor to [batch, tokens, *features].
+
+    Args:
+        layout: Of the tensor.
+        value: The tensor; its dimension `axis` holds the samples.
+        num_features: How many trailing dimensions are features.
+
+    Raises:
+        BadInput: If the dimension does not divide into samples.
+    """
+    leading = value.ndim - num_features
+    if layout.index is not None:
+        return _gathered(layout, value, leading)
+    if layout.axis == 0 and leading == 2 and value.shape[0] == layout.batch:
+        return value
+    if not layout.axis < leading or (layout.batch and value.shape[layout.axis] % layout.batch):
+        raise BadInput(
+            f"expected {layout.batch} samples along dimension {layout.axis}, found a tensor of "
+            f"shape {list(value.shape)} with {num_features} dimensions of features"
+        )
+    features = value.shape[leading:]
+    tokens = math.prod(value.shape[:leading]) // max(layout.batch, 1)
+    return value.movedim(layout.axis, 0).reshape(layout.batch, tokens, *features)
+
+
+def samples_of(layout: Layout, value: Tensor) -> Tensor:
+    """Bring a tensor to [batch, *its own shape with 1 in the place of the samples].
+
+    Where tokens are flattened into the batch dimension too, they stay in that place.
+    """
+    assert layout.index is None, "rows with an index have no place for each sample"
+    rest = value.shape[layout.axis] // max(layout.batch, 1)
+    moved = value.movedim(layout.axis, 0)
+    split = moved.reshape(layout.batch, rest, *moved.shape[1:])
+    return split.movedim(1, 1 + layout.axis)
+
+
+def wide_sum_to(layout: Layout, g: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """As `sum_to`, added in float32 at least, without a wide copy in the usual case."""
+    dtype = torch.promote_types(g.dtype, torch.float32)
+    leading = g.ndim - len(shape)
+    is_plain = layout.index is None and layout.axis == 0
+    if is_plain and leading > 0 and layout.batch and g.shape[leading:] == shape:
+        if len(shape) == 1:
+            return column_sums(rows_of(layout, g))
+        return rows_of(layout, g, num_features=len(shape)).sum(dim=1, dtype=dtype)
+    return sum_to(layout, g.to(dtype), shape)
+
+
+def sum_to(layout: Layout, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Add up each sample's elements as a parameter of `shape` was broadcast to them.
+
+    Returns:
+        [batch, *shape]
+
+    Raises:
+        BadInput: If the parameter has a dimension of its own where the samples are.
+    """
+    leading = value.ndim - len(shape)
+    is_plain = layout.index is None and layout.axis == 0
+    if is_plain and leading > 0 and layout.batch and value.shape[leading:] == shape:
+        return rows_of(layout, value, num_features=len(shape)).sum(dim=1)  # the usual case
+    if layout.index is None:
+        parts = samples_of(layout, value)  # [batch, *value.shape with the samples taken out]
+        return _broadcast_sums(layout, parts, value, shape)
+    rows, index = _by_row(layout, value)  # [rows, *value.shape with 1 where samples change]
+    sums = _broadcast_sums(layout, rows, value, shape)  # [rows, *shape]
+    total = sums.new_zeros(layout.batch + 1, *shape)  # the last is nobody's
+    return add_rows_(total, index % (layout.batch + 1), sums)[:-1]
+
+
+def with_index(layout: Layout, value: Tensor) -> Layout:
+    """The same with an index, for a tensor of which this is the layout."""
+    if layout.index is not None:
+        return layout
+    batch, axis, size = layout.batch, layout.axis, value.shape[layout.axis]
+    return Layout(batch, axis, index_in_order(size, batch, axis, value.ndim, value.device))
+
+
+def grouped(layout: Layout, groups: Tensor, num_groups: int) -> Layout:
+    """The same rows with every sample cut into groups, such as experts.
+
+    Args:
+        layout: The rows', with an index.
+        groups: The group of each row of a tensor [rows, features].
+        num_groups: How many there are.
+
+    Returns:
+        A layout of `batch * num_groups` samples, those of one sample next to each other.
+    """
+    assert layout.index is not None
+    index = index_of(layout, tuple(groups.shape))
+    whose = torch.where(index < 0, index, index * num_groups + groups)
+    return Layout(layout.batch * num_groups, 0, whose.unsqueeze(-1))  # [rows, 1]
+
+
+def check_nobodys(layout: Layout, g: Tensor) -> None:
+    """Make sure that no gradient came to rows that belong to nobody.
+
+    Raises:
+        UnsupportedOperation: Otherwise: some sample's gradient would be left out.
+    """
+    assert layout.index is not None
+    if not layout.has_nobodys:
+        return
+    if bool(((g != 0) & (layout.index == NOBODY)).any()):
+        raise UnsupportedOperation(
+            "a gradient came to rows that were made without any sample, among rows selected by "
+            "values, so that it is not known whose they are. Make them from the batch, such as "
+            "with torch.zeros_like(x) in place of torch.zeros(...)"
+        )
+
+
+# --- rows with an index ---------------------------------------------------------------------------
+
+
+def index_of(layout: Layout, leading: tuple[int, ...]) -> Tensor:
+    """The sample of each row of a tensor whose leading dimensions have these sizes [rows]."""
+    assert layout.index is not None
+    sizes = layout.index.shape[: len(leading)]
+    if layout.index.numel() != math.prod(sizes):
+        raise BadInput(
+            f"expected rows in the first {len(leading)} dimensions, found an index of shape "
+            f"{list(layout.index.shape)}: samples lie along features"
+        )
+    return layout.index.reshape(sizes).expand(leading).reshape(-1)
+
+
+def _gathered(layout: Layout, value: Tensor, leading: int) -> Tensor:
+    sizes = tuple(value.shape[:leading])
+    index = index_of(layout, sizes)
+    flat = value.reshape(math.prod(sizes), *value.shape[leading:])
+    places, longest = _places(layout, index)
+    # One row more, which takes nobody's, and is left out again.
+    gathered = flat.new_zeros(layout.batch * longest + 1, *flat.shape[1:])
+    gathered[places] = flat
+    return gathered[:-1].unflatten(0, (layout.batch, longest))
+
+
+def _places(layout: Layout, index: Tensor) -> tuple[Tensor, int]:
+    """Where each row goes in [batch * longest + 1], and how long the longest sample is."""
+    found = layout.known_places.get(len(index))
+    if found is None:
+        whose = torch.where(index < 0, layout.batch, index)
+        counts = torch.bincount(whose, minlength=layout.batch + 1)
+        longest = max(1, int(counts[:-1].max())) if layout.batch else 1
+        order = torch.sort(whose, stable=True).indices
+        first = counts.cumsum(0) - counts
+        place = torch.empty_like(index)
+        place[order] = torch.arange(len(index), device=index.device) - first[whose[order]]
+        place = torch.where(index < 0, layout.batch * longest, whose * longest + place)
+        found = layout.known_places[len(index)] = place, longest
+    return found
+
+
+def _by_row(layout: Layout, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Bring a tensor to [rows, *its shape with 1 where samples change], and whose they are."""
+    assert layout.index is not None
+    dims = [dim for dim, size in enumerate(layout.index.shape) if size != 1]
+    rest = [1 if dim in dims else size for dim, size in enumerate(value.shape)]
+    moved = value.movedim(dims, list(range(len(dims))))
+    num_rows = math.prod(value.shape[dim] for dim in dims)
+    index = layout.index.movedim(dims, list(range(len(dims)))).reshape(num_rows)
+    return moved.reshape(num_rows, *rest), index
+
+
+def _broadcast_sums(layout: Layout, parts: Tensor, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Add up what a parameter of `shape` was broadcast to: [parts, ...] to [parts, *shape]."""
+    extra = parts.ndim - 1 - len(shape)
+    if extra > 0:
+        parts = parts.sum(dim=tuple(range(1, 1 + extra)))
+    for dim, size in enumerate(shape):
+        found = parts.shape[1 + dim]
+        if found != size:
+            if size != 1:
+                raise BadInput(
+                    f"a parameter of shape {list(shape)} does not broadcast over samples in "
+                    f"dimension {layout.axis} of {list(value.shape)}"
+                )
+            parts = parts.sum(dim=1 + dim, keepdim=True)
+    return parts.reshape(len(parts), *shape)

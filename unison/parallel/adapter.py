@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unison.capture import Capture
 from unison.capture.capture import PLACING
-from unison.capture.tracked import ParamRegistry, Source, Tracked
+from unison.capture.tracked import Source, Tracked, find_params
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel.exchange import buckets
 from unison.rng import Box
@@ -628,7 +628,7 @@ class Replicated(ParallelAdapter):
         """Let each granule compute with parameters of its own capture."""
         found: dict[int, Tensor] = {}
         with ExitStack() as stack:
-            for owner, attribute, parameter, name in ParamRegistry(self.module).places:
+            for owner, attribute, parameter, name in find_params(self.module)[1]:
                 if not parameter.requires_grad:
                     continue
                 if id(parameter) not in found:
@@ -642,7 +642,7 @@ class Replicated(ParallelAdapter):
 def trained_params(module: nn.Module) -> dict[str, Any]:
     """Each trainable parameter once, by its canonical name."""
     found: dict[str, Any] = {}
-    for place in ParamRegistry(module).places:
+    for place in find_params(module)[1]:
         if place.parameter.requires_grad:
             found.setdefault(place.name, place.parameter)
     return found

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.privacy.sampling import Draws, Poisson, Sampling, Shuffled
+from unison.privacy.sampling import Poisson, Sampling, Shuffled, steps_per_epoch
 from unison.rng import Key
 from unison.torch_internals import DynamoBackend, backend_of
 
@@ -359,13 +359,12 @@ def refuse_unknown_loader(data_loader: Any) -> None:
         )
 
 
-def refuse_contradiction(data_loader: DataLoader[Any], draws: Draws) -> None:
-    """Make sure that what the loader was asked for is what the draws give.
+def refuse_contradiction(data_loader: DataLoader[Any], sampling: Sampling) -> None:
+    """Make sure that what the loader was asked for is what the sampling gives.
 
     Raises:
         BadInput: Naming the setting and its remedy.
     """
-    sampling = draws.sampling
     if isinstance(sampling, Shuffled):
         if isinstance(data_loader.sampler, SequentialSampler):
             raise BadInput(
@@ -377,18 +376,18 @@ def refuse_contradiction(data_loader: DataLoader[Any], draws: Draws) -> None:
                 f"shuffled sampling has batches of {sampling.batch_size} records, the loader was "
                 f"built with batch_size={data_loader.batch_size}. Remedy: give both the same size"
             )
-        rest = draws.num_records % sampling.batch_size
+        rest = sampling.num_records % sampling.batch_size
         if rest and not data_loader.drop_last:
             raise BadInput(
                 f"drop_last=False asks for the last {rest} records of each epoch as a smaller "
                 f"batch, but shuffled sampling has batches of {sampling.batch_size} only. Remedy: "
                 "DataLoader(..., drop_last=True), or Poisson sampling, which drops nobody"
             )
-    elif data_loader.drop_last and len(data_loader) != draws.steps_per_epoch:
+    elif data_loader.drop_last and len(data_loader) != steps_per_epoch(sampling):
         raise BadInput(
             f"drop_last=True asks for {len(data_loader)} full batches an epoch, but Poisson "
-            f"sampling has {draws.steps_per_epoch} steps an epoch, with batches of all sizes, and "
-            "drops none. Remedy: DataLoader(..., drop_last=False)"
+            f"sampling has {steps_per_epoch(sampling)} steps an epoch, with batches of all sizes, "
+            "and drops none. Remedy: DataLoader(..., drop_last=False)"
         )
 
 

@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from unison.capture import Capture, RngAutocastState, rng_autocast_state
+from unison.capture.capture import Gradients, Handover, OnGradients
 from unison.capture.torch_compile import uncompile
-from unison.capture.tracked import ParamRegistry
+from unison.capture.tracked import ParamRegistry, find_params
 from unison.clip import Clipping, Learned, Plan
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
@@ -51,12 +52,13 @@ from unison.privacy.learning import ClippingSettings, Learning
 from unison.privacy.loss_check import KEPT, is_checked_again, label_check
 from unison.privacy.loss_tape import EARLIER, OTHER_ROWS, refuse_unseen
 from unison.privacy.sampling import (
-    BatchDealer,
     BatchPlan,
+    Dealing,
     Part,
     PhysicalBatch,
     granular_pass,
     packed,
+    rows_to_plan,
     take_mean_was_used,
     unpacked,
 )
@@ -81,28 +83,9 @@ _queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignor
 
 Summands = tuple[MakeSums, BatchPlan, Sequence[int], torch.dtype]
 """What `ParallelAdapter.add` takes."""
-OnBackward = Callable[[tuple[Tensor, ...], tuple[Tensor | None, ...]], None]
 
 
-class _Gate(torch.autograd.Function):
-    """Hands all outputs on at once, so that all their gradients come back at once."""
-
-    @staticmethod
-    def forward(ctx: Any, on_backward: OnBackward, anchor: Tensor, *outputs: Tensor) -> tuple:
-        ctx.on_backward = on_backward
-        ctx.save_for_backward(*outputs)
-        ctx.set_materialize_grads(False)
-        return tuple(_as_no_view(output, output.shape) for output in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:  # type: ignore[override]
-        ctx.on_backward(ctx.saved_tensors, gradients)
-        return None, None, *_with_thin_zeros(ctx.saved_tensors, gradients)
-
-
-def _with_thin_zeros(
-    outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
-) -> Iterator[Tensor | None]:
+def _with_thin_zeros(outputs: tuple[Tensor, ...], gradients: Gradients) -> Iterator[Tensor | None]:
     """Gradients of outputs; zeros without memory where a compiled graph needs one and none came.
 
     Autograd would make zeros of the output's shape and hold them all through the graph's backward
@@ -117,13 +100,14 @@ def _with_thin_zeros(
         yield g
 
 
-def gate(output: Any, on_backward: OnBackward) -> Any:
+def gate(output: Any, on_backward: OnGradients) -> Any:
     """Return the same output, of which `on_backward` learns before the module's backward pass.
 
     Args:
         output: Whatever a module returns; tensors in it that take gradients pass the gate.
-        on_backward: Called with the tensors before the gate and their gradients, once per backward
-            pass. It may run a backward pass of its own over the former.
+        on_backward: Called with a node, which has saved the tensors before the gate, and their
+            gradients, once per backward pass; it returns those that go on. It may run a backward
+            pass of its own over the tensors.
     """
     leaves, spec = tree_flatten(output)
     places = [
@@ -133,11 +117,15 @@ def gate(output: Any, on_backward: OnBackward) -> Any:
     ]
     if not places:
         return output
+
+    def pass_on(output: Tensor) -> Tensor:
+        return _as_no_view(output, output.shape)
+
     tensors = [unpacked(leaves[place]) for place in places]  # one per granule, or one
     flat = [tensor for each in tensors for tensor in each]
     # A model whose outputs take no gradients: the user's loop calls backward all the same.
     anchor = torch.zeros((), device=flat[0].device, requires_grad=True)
-    passed = iter(_Gate.apply(on_backward, anchor, *flat))  # type: ignore[arg-type]
+    passed = iter(Handover.apply(on_backward, pass_on, len(flat), anchor, *flat, *flat))  # type: ignore[arg-type]
     for place, each in zip(places, tensors, strict=True):
         leaves[place] = packed(leaves[place], [next(passed) for _ in each])
     return tree_unflatten(leaves, spec)
@@ -206,11 +194,11 @@ class Attachment:
     """
 
     def __init__(
-        self, training: "PrivateTraining", settings: ClippingSettings, dealing: BatchDealer
+        self, training: "PrivateTraining", settings: ClippingSettings, dealing: Dealing
     ) -> None:
         module, owner = training.module, training.owner
         self.module, self.settings = module, settings
-        self.params = ParamRegistry(module)
+        self.params = ParamRegistry(*find_params(module))
         self._inputs_of = partial(inputs_of, dim=settings.batch_dim, rows=settings.rows_per_sample)
         self._owner, self._dealing = owner, dealing
         self.plan: Plan | None = None
@@ -327,7 +315,7 @@ class Attachment:
         """Give the module back as it was; nothing here keeps it alive."""
         self.drop_pass()
         self._handles.close()
-        self.params.clear()
+        self.params.modules, self.params.places, self.params.tracked = [], [], {}
         self._hooked.clear()
         self._training = None
 
@@ -359,15 +347,11 @@ class Attachment:
                 "expected what the module is called with, a batch of at least one sample"
             )
         inputs = self._inputs_of(args, kwargs, sizes[0])
-        num_rows = self._dealing.rows_to_plan(sizes[0])
-        return self._plan_of(self.learning.learn(inputs), num_rows, inputs)
-
-    def _plan_of(self, learned: Learned, num_rows: int, inputs: Inputs) -> Plan:
-        if not self._runs_compiled:
-            return self.learning.plan(learned, num_rows, inputs.device)
-        limit = self._dealing.max_physical_batch_size
+        num_rows = rows_to_plan(self._dealing, sizes[0])
+        learned, is_compiled = self.learning.learn(inputs), self._runs_compiled
+        limit = self._dealing.max_physical_batch_size if is_compiled else None
         return self.learning.plan(
-            learned, num_rows, inputs.device, is_compiled=True, most_rows=limit
+            learned, num_rows, inputs.device, is_compiled=is_compiled, most_rows=limit
         )
 
     @property
@@ -434,7 +418,11 @@ class Attachment:
         self._pass = joined or self._begin_pass(batch, args, kwargs)
         if any(each.axes.is_traced for each in self._pass.captures.values()):
             self._follow(self._following, self._pass, args, kwargs)
-        self._watch(args, kwargs)
+        recorder = self._recorder
+        is_due = recorder.number == 1 or self.settings.recheck
+        is_due = is_due and is_checked_again(recorder.number)  # its loss will be
+        if self._follows_loss and recorder.is_open and is_due and not self._runs_compiled:
+            self._watch(args, kwargs)
 
     def _is_differentiated(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a pass in evaluation mode is one for gradients of what the module is given.
@@ -450,15 +438,12 @@ class Attachment:
         )
 
     def _watch(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Note what forward makes of the batch, in passes whose loss is checked again."""
-        recorder, is_checked = self._recorder, is_checked_again(self._recorder.number)
-        is_due = recorder.number == 1 or (self.settings.recheck and is_checked)
-        if not (self._follows_loss and recorder.is_open and is_due) or self._runs_compiled:
-            return
+        """Note what forward makes of the batch."""
+        recorder = self._recorder
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # What is made of texts is not known as the batch's; what stands beside rows is public.
         of_batch = [leaf for leaf in given if recorder.slot_of(leaf) is not None] or given
-        watch = ForwardWatch(self.module, of_batch, recorder.kept)
+        watch = ForwardWatch(self.module, of_batch, recorder)
         self._following.enter_context(watch.running())
 
     def _follow_hooks(self) -> None:
@@ -557,16 +542,20 @@ class Attachment:
             anew = self._refuse_other_kinds(inputs, anew)
         learned = self.learning.learn(inputs, anew=anew)
         buffers = buffer_versions(self.params.modules)
-        most_rows, compiled = self._dealing.most_rows, self._compiled
-        if self._runs_compiled and not self._has_fitting_rows(learned, inputs, num_rows):
-            compiled = None
-            plan = self.plan = self.learning.plan(learned, most_rows, inputs.device)
-        else:
-            plan = self.plan = self._plan_of(learned, most_rows, inputs)
+        compiled, limit = self._compiled, self._dealing.max_physical_batch_size
+        is_compiled = self._runs_compiled
+        if is_compiled and not self._has_fitting_rows(learned, inputs, num_rows):
+            compiled, is_compiled = None, False
+        plan = self.plan = self.learning.plan(
+            learned,
+            self._dealing.most_rows,
+            inputs.device,
+            is_compiled=is_compiled,
+            most_rows=limit if is_compiled else None,
+        )
         num_forwards, num_backwards = plan.num_forwards, plan.num_backwards
         runs_compiled = compiled is not None and compiled.takes(inputs, learned, plan, num_rows)
         if compiled is not None and not runs_compiled and self._follows_loss:
-            limit = self._dealing.max_physical_batch_size
             cast("PrivateTraining", self._training).loader.limit_rows(limit)
         clippings, captures = {}, {}
         for part in self._dealing.parts:
@@ -656,15 +645,20 @@ class Attachment:
     def _on_backward(
         attachment: "ref[Attachment]",
         given: Any,
-        outputs: tuple[Tensor, ...],
-        gradients: tuple[Tensor | None, ...],
-    ) -> None:
-        """Gradients have come to the gate: the module's own backward pass is next."""
+        node: Any,
+        gradients: Gradients,
+    ) -> Iterator[Tensor | None]:
+        """Gradients have come to the gate: the module's own backward pass is next.
+
+        Returns:
+            Gradients of the outputs; see `_with_thin_zeros`.
+        """
         self = attachment()
         if self is None:
             raise BadInput(
                 "the engine was detached after this forward pass: nothing takes its records"
             )
+        outputs = node.saved_tensors
         refuse_scaled_loss()
         self._refuse_batch_outputs(given, outputs, gradients)
         if self.module in self._hooked:  # torch has looked for its hooks before ours was there
@@ -681,7 +675,7 @@ class Attachment:
                     "forward passes of one batch went into this loss. Use a mode of one pass, "
                     "such as 'auto' or 'flash_fuse_bk'"
                 )
-            return
+            return _with_thin_zeros(outputs, gradients)
         running.phase = Phase.BACKWARD
         for capture in running.captures.values():  # checkpointing runs the module again
             capture.is_outside = False
@@ -689,9 +683,10 @@ class Attachment:
         if running.num_backwards == 2:
             self._measure_first(running, outputs, gradients)
         _queue(self._end_backward)
+        return _with_thin_zeros(outputs, gradients)
 
     def _refuse_batch_outputs(
-        self, given: Any, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
+        self, given: Any, outputs: tuple[Tensor, ...], gradients: Gradients
     ) -> None:
         """Refuse a gradient of an output that is of the whole batch, if samples mix in it."""
         if not self._dealing.parts:
@@ -750,7 +745,7 @@ class Attachment:
         self,
         running: RunningPass,
         outputs: tuple[Tensor, ...],
-        gradients: tuple[Tensor | None, ...],
+        gradients: Gradients,
     ) -> None:
         reached = [
             (output, gradient)
@@ -817,7 +812,8 @@ class Attachment:
         try:
             # Hooks may write in the backward pass.
             refuse_written(self.params.modules, running.buffers, self.learning.may_write)
-            self._check_labels(running)
+            if self._label_checks:
+                self._check_labels(running)
             self._decide(running)
             if running.call is not None:
                 self._repeat_forward(running, *running.call)
@@ -827,7 +823,7 @@ class Attachment:
             running.coefficients.clear()
             running.call = running.summands = None
             if running.batch.is_last:
-                self.params.forget()
+                self.params.tracked = {}
             # Sharded units end their own backward pass after this, and must still know that there
             # are no gradients for them to sum.
             _queue(running.context.close)

@@ -42,7 +42,7 @@ from unison.privacy.ledger_file import Session
 from unison.privacy.loader import PrivateLoader, RowShape
 from unison.privacy.mechanism import CLIP_RULES, AdaptiveClipping, Mechanism, Release, Schedule
 from unison.privacy.sampling import (
-    BatchDealer,
+    Dealing,
     Ranks,
     Sampling,
     compare_across_ranks,
@@ -325,7 +325,7 @@ class PrivacyEngine:
                 Session(
                     key_origin=key.origin,
                     key_commitment=key_commitment,
-                    unit=loader.layout.unit,
+                    unit=loader.unit,
                     rows_per_sample=rows_per_sample,
                     sampling_source="unison",
                     num_records=len(loader.dataset),  # type: ignore[arg-type]
@@ -346,7 +346,7 @@ class PrivacyEngine:
                 optimizer,
                 loader,
                 owner=owner,
-                dealing=BatchDealer(
+                dealing=Dealing(
                     ranks,
                     granule,
                     max_physical_batch_size,

@@ -41,7 +41,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.loss_tape import (
     OURS,
     Handling,
-    KeptValues,
+    LossRecorder,
     handling_of,
     leaves_in,
     line_of,
@@ -501,12 +501,12 @@ class ForwardWatch(TorchFunctionMode):
     Args:
         module: What runs.
         given: What it is given of the batch.
-        kept: Where it is noted.
+        recorder: Where it is noted.
     """
 
-    def __init__(self, module: nn.Module, given: Iterable[Tensor], kept: KeptValues) -> None:
+    def __init__(self, module: nn.Module, given: Iterable[Tensor], recorder: LossRecorder) -> None:
         super().__init__()
-        self._module, self._kept = module, kept
+        self._module, self._recorder = module, recorder
         self._given = {id(each): each for each in given}
         # Buffers are looked at by other means, and the batch itself is known.
         held = (*self._given.values(), *module.parameters(), *module.buffers())
@@ -524,7 +524,7 @@ class ForwardWatch(TorchFunctionMode):
             take_away(self)
             tell_no_more(self._applied)
             for each in self._module.buffers():  # one that forward has put in the place of another
-                self._kept.discard(each)
+                self._recorder.kept.pop(id(each), None)
             self._given.clear()
 
     def __torch_function__(
@@ -540,7 +540,7 @@ class ForwardWatch(TorchFunctionMode):
         return result
 
     def _is_made(self, value: Any) -> bool:
-        return id(value) in self._given or value in self._kept
+        return id(value) in self._given or self._recorder.is_kept(value)
 
     def _note(
         self, handling: Handling, name: str, args: tuple, kwargs: dict[str, Any], result: Any
@@ -554,7 +554,7 @@ class ForwardWatch(TorchFunctionMode):
         targets = args[:1] if is_write else kwargs.get("out")
         for each in leaves_in(targets):
             if isinstance(each, Tensor) and memory_of(each) not in self._known:
-                self._kept.add(each, is_written=True)
+                self._recorder.keep(each, is_written=True)
         if targets is None:
             # A view of a constant, as broadcast_tensors gives beside others, is one.
             others = [each for each in given if not self._is_made(each)]
@@ -563,7 +563,7 @@ class ForwardWatch(TorchFunctionMode):
                 if not isinstance(each, Tensor) or id(each) in self._given:
                     continue
                 if not constants or memory_of(each) not in constants:
-                    self._kept.add(each)
+                    self._recorder.keep(each)
 
     def _applied(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Note what a custom `autograd.Function` makes, whoever else is told of it and runs it."""

@@ -27,7 +27,7 @@ from unison.capture import (
     state_kept,
 )
 from unison.capture.probes import without_dropout
-from unison.capture.tracked import ParamRegistry, Tracked, plain
+from unison.capture.tracked import ParamRegistry, Tracked, find_params, plain
 from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import calibration_of
 from unison.clip.functional import learn_layers
@@ -109,7 +109,6 @@ class Learning:
     ) -> None:
         self._module, self._settings = module, settings
         self._owner, self._params = owner, params
-        params.refresh()
         self._private = _held_by(params, owner)
         self._shapes = {each.name: tuple(each.shape) for each in owner.params}
         self._known = {each.name for each in params.places}
@@ -179,8 +178,10 @@ class Learning:
         Raises:
             BadInput: Naming a parameter.
         """
-        trained = self._params.refresh()
-        for place in self._params.places:
+        params = self._params
+        params.modules, params.places = find_params(self._module)
+        trained = tuple(each.name for each in params.places if each.parameter.requires_grad)
+        for place in params.places:
             name, parameter = place.name, place.parameter
             if parameter.requires_grad != (name in self._private):
                 what = "frozen or thawed" if name in self._known else "added to the module"
@@ -240,7 +241,7 @@ class Learning:
                 output = inputs.run(module, some)
             for leaf in tree_leaves(output):
                 # Until sizes are compared, a row for every sample looks like one for all.
-                if type(leaf) is Tracked and not leaf.listener.is_meeting:
+                if type(leaf) is Tracked and leaf.listener.met is None:
                     raise UnsupportedOperation(
                         f"the module returns {leaf.of_parameters[0]!r}, or what it made of that "
                         "alone: outside, its gradient would be neither clipped nor noised. Use it "

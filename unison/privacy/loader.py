@@ -2,7 +2,7 @@
 
 [Note: one shape] Kernels round otherwise at other shapes. So what a record computes depends on the
 shape of its batch, and that must not depend on other records: their number is the draw's, which
-knows of no record, and their rows have one public shape (`BatchLayout.fit`); see
+knows of no record, and their rows have one public shape (`PrivateLoader._fit`); see
 docs/proof.md.
 """
 
@@ -28,14 +28,32 @@ from torch.utils.data import DataLoader, Dataset
 from unison import check
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.arguments import KEPT_SETTINGS, refuse_contradiction, refuse_unknown_loader
-from unison.privacy.mixing import refuse_mixing
-from unison.privacy.sampling import Draws, PhysicalBatch, Sampling, cut_passes, physical_batches
+from unison.privacy.sampling import (
+    PhysicalBatch,
+    Sampling,
+    check_drawing,
+    cut_passes,
+    drawn_records,
+    physical_batches,
+    steps_per_epoch,
+)
 from unison.rng import Key
 
 if TYPE_CHECKING:
     from unison.privacy.training import PrivateTraining
 
 _PLAIN = (str, bytes, numbers.Number, np.generic, type(None), torch.dtype, torch.device)
+PUBLIC = "public"
+_IGNORED = -100  # a label that losses leave out
+
+Path = tuple[Any, ...]
+"""Names or numbers of the containers around a part of a batch, and its own."""
+
+Dims = dict[Path, int | None]
+"""The dimension of records in each part of a batch; None if it does not grow with their number."""
+
+RowShape = str | Mapping[Any, int | Sequence[int]] | None
+"""How `make_private(row_shape=)` says which shape rows have."""
 
 
 class PrivateLoader:
@@ -47,10 +65,10 @@ class PrivateLoader:
     other; `current` says what the one in the user's hands is.
 
     Guarantees:
-        The records of step s are `Draws(sampling, key, len(dataset)).records(s)`, whichever
-        settings the loader has. `current` belongs to the batch that was handed out last, also
-        where workers have read ahead. The user's generator, and torch's, numpy's and Python's
-        global ones, are not used for drawing. A draw of no records gives a batch of zero rows.
+        The records of a step are those of `drawn_records`, whichever settings the loader has.
+        `current` belongs to the batch that was handed out last, also where workers have read
+        ahead. The user's generator, and torch's, numpy's and Python's global ones, are not used for
+        drawing. A draw of no records gives a batch of zero rows.
 
     Args:
         data_loader: The user's loader. Its data set, `collate_fn`, workers and memory settings are
@@ -63,12 +81,14 @@ class PrivateLoader:
         granule: Records that stay together on one rank and in one pass.
         rows_per_record: Rows that `collate_fn` makes of each record, one after the other.
         device: Where to put the tensors of a batch; None leaves them where they are.
-        row_shape: See `BatchLayout`.
-        padding_row: A record to take padding from, as the data set gives records.
+        row_shape: `"public"` if lengths are no secret; or the shape of a record's row by the name
+            (or place) of a tensor in the batch, which shorter ones are padded to; None if they are
+            of one shape as they come.
+        padding_row: A record to take padding from, as the data set gives records; zeros unless
+            given, and -100 for `"labels"`.
 
     Attributes:
         padding: A batch of that record; None if there is none.
-        layout: Knows where records lie in a batch, and sees to it that their rows have one shape.
         current: What was handed out last; None before the first batch and after an epoch's end.
         training: What is trained on the batches. It is asked before a logical batch is drawn, where
             what it raises the user's loop raises, presents every batch, and is told when the loop
@@ -92,7 +112,7 @@ class PrivateLoader:
         granule: int = 1,
         rows_per_record: int = 1,
         device: torch.device | None = None,
-        row_shape: "RowShape" = None,
+        row_shape: RowShape = None,
         padding_row: Any = None,
     ) -> None:
         if isinstance(data_loader, PrivateLoader):
@@ -101,9 +121,10 @@ class PrivateLoader:
                 "sampling rate than the ledger says. Remedy: pass the DataLoader it was made from"
             )
         refuse_unknown_loader(data_loader)
-        self._draws = Draws(sampling, key, len(data_loader.dataset))  # type: ignore[arg-type]
-        refuse_contradiction(data_loader, self._draws)
-        self._key = key
+        num_records = len(data_loader.dataset)  # type: ignore[arg-type]
+        check_drawing(sampling, key, num_records)
+        refuse_contradiction(data_loader, sampling)
+        self._sampling, self._key, self._num_records = sampling, key, num_records
         self._share: dict[str, Any] = {
             "rank": rank,
             "num_ranks": num_ranks,
@@ -116,9 +137,18 @@ class PrivateLoader:
         settings = {name: getattr(data_loader, name) for name in KEPT_SETTINGS}
         self._loader = DataLoader(data_loader.dataset, batch_sampler=self._requests, **settings)
         self.padding = None if padding_row is None else self.collate_fn([padding_row])
-        self.layout = BatchLayout(row_shape, self.padding, rows_per_record, device)
-        self._rows_per_record = rows_per_record
-        self._next_step, self._has_learned = 0, False
+        if isinstance(row_shape, str):
+            check.one_of([PUBLIC], row_shape=row_shape)
+        self._are_public = row_shape == PUBLIC
+        given = row_shape if isinstance(row_shape, Mapping) else {}
+        self._wanted = {
+            key: (size,) if isinstance(size, int) else tuple(size) for key, size in given.items()
+        }
+        self._known: dict[Path, tuple[int, ...]] = {}  # shapes of rows
+        self._rows_per_record, self._device = rows_per_record, device
+        self._dims: Dims = {}  # none until they are learned
+        self._empty: Any = None  # a batch of no records: the same structure and dtypes
+        self._next_step = 0
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self.current: PhysicalBatch | None = None
         self.training: PrivateTraining | None = None
@@ -127,7 +157,12 @@ class PrivateLoader:
     @property
     def sampling(self) -> Sampling:
         """How records are drawn."""
-        return self._draws.sampling
+        return self._sampling
+
+    @property
+    def unit(self) -> str:
+        """What is protected, in words."""
+        return "one row of the data set" + (", but not its length" if self._are_public else "")
 
     @property
     def dataset(self) -> Dataset[Any]:
@@ -161,7 +196,7 @@ class PrivateLoader:
 
     def __len__(self) -> int:
         """Logical batches in an epoch, a public number: optimizer steps, not physical batches."""
-        return self._draws.steps_per_epoch
+        return steps_per_epoch(self._sampling)
 
     @property
     def sampler(self) -> NoReturn:
@@ -233,7 +268,6 @@ class PrivateLoader:
             BadInput: An iteration is under way, or a logical batch is open.
         """
         self.set_start_step(self._next_step)
-        self._draws = Draws(self.sampling, key, self._draws.num_records)
         self._key = key
 
     def state_dict(self) -> dict[str, int]:
@@ -285,34 +319,34 @@ class PrivateLoader:
         # n-th batch that comes back is of the n-th pass that holds records.
         first = self._next_step
         steps = range(first, (first // len(self) + 1) * len(self))  # to the end of its epoch
+        drawn = drawn_records(self._sampling, self._key, self._num_records, steps)
         passes, ahead = itertools.tee(
             each
-            for step in steps
-            for each in physical_batches(self._draws.records(step), step=step, **self._share)
+            for step, records in zip(steps, drawn, strict=True)
+            for each in physical_batches(records, step=step, **self._share)
         )
         wanted = (each.record_ids.tolist() for each in ahead if each.num_samples)
         # Before the first batch, record 0 once and twice: what grows from the first to the second
         # holds records. And two others, which may be longer.
-        last = self._draws.num_records - 1
-        probes = [] if self._has_learned else [[0], [0, 0], [last // 2], [last]]
+        last = self._num_records - 1
+        probes = [] if self._dims else [[0], [0, 0], [last // 2], [last]]
         self._requests.pending = itertools.chain(probes, wanted)
         self._loader.generator = self._seeds_of_workers()
         loaded = iter(self._loader)
-        if not self._has_learned:
+        if not self._dims:
             with _kept_generators():
                 self._learn_layout(loaded)
-                if self.training is not None:
-                    self.layout.require_tensors()
-                self._refuse_mixing()
-            self._has_learned = True
         try:
             for each in passes:
                 if each.is_first and self.training is not None:
                     self.training.before_draw(each.step)
                 try:
-                    batch = next(loaded) if each.num_samples else self.layout.empty()
-                    self.layout.check(batch, each.num_samples)
-                    batch = self.layout.mapped(batch, self.layout.fit)
+                    if each.num_samples:
+                        batch = next(loaded)
+                    else:
+                        batch = map_parts(self._empty, self._dims, without_rows, is_new=True)
+                    check_rows(batch, self._dims, each.num_samples, self._rows_per_record)
+                    batch = map_parts(batch, self._dims, self._fit)
                 except BaseException:  # a file, Ctrl-C: nobody has the batch: its step is not open
                     if self.training is not None:
                         self.training.on_abandon()
@@ -338,7 +372,10 @@ class PrivateLoader:
         """Learn what batches look like, before any record is drawn.
 
         Raises:
-            BadInput: If rows of record 0 and of some others do not have one shape.
+            UnsupportedOperation: Part of the batch cannot be cut into records, or its rows of
+                numbers lie in no tensor, where a loss could be followed.
+            BadInput: If rows of record 0 and of some others do not have one shape, `row_shape`
+                names what is not in the batch, or records are mixed.
         """
         try:
             one, two = next(loaded), next(loaded)
@@ -348,13 +385,32 @@ class PrivateLoader:
                 "records: Poisson sampling may draw one record, or none."
             )
             raise
-        self.layout.learn(one, two)
+        dims, not_one_tensor = learn_dims(one, two, self._rows_per_record)
+        # Cut now, so that what cannot be rebuilt fails before the first step, and so that no
+        # record stays in memory.
+        self._empty = map_parts(one, dims, without_rows, is_new=True)
+        map_parts(self._empty, dims, self._fit)
+        met = {path[-1] if path else None for path in self._known}
+        if missing := [key for key in self._wanted if key not in met]:
+            raise BadInput(
+                f"row_shape has {missing[0]!r}, and the batch that collate_fn returns has tensors "
+                f"{sorted(met, key=str)}; name those, or their places in a tuple"
+            )
         for _ in range(2):
             try:
                 batch = next(loaded)
             except Exception:  # a record that cannot be read alone is told of when it is drawn
                 continue
-            self.layout.mapped(batch, self.layout.fit)
+            map_parts(batch, dims, self._fit)
+        if not_one_tensor is not None and self.training is not None:
+            raise UnsupportedOperation(
+                f"collate_fn returns {not_one_tensor}, of which nobody sees what the loss "
+                "makes of it. Return one tensor with the records along a dimension: "
+                "torch.stack(rows), after torch.nn.utils.rnn.pad_sequence or the like where shapes "
+                "differ; torch.from_numpy(array)"
+            )
+        self._refuse_mixing()
+        self._dims = dims
 
     def _refuse_mixing(self) -> None:
         """Make sure that `collate_fn` makes each record's rows of that record alone.
@@ -362,10 +418,46 @@ class PrivateLoader:
         Raises:
             BadInput: It does not.
         """
+        from unison.privacy.mixing import refuse_mixing  # asks this file where records lie
+
         settings = {name: getattr(self._loader, name) for name in KEPT_SETTINGS}
-        layout = BatchLayout(PUBLIC, rows_per_record=self._rows_per_record)
         seeds, salt = self._seeds_of_workers(), self._key.derive("records")
-        self.digests = refuse_mixing(self.dataset, layout, settings, seeds, salt)
+        self.digests = refuse_mixing(self.dataset, self._rows_per_record, settings, seeds, salt)
+
+    def _fit(self, value: Any, dim: int | None, path: Path) -> Any:
+        """Return one part of a batch, records along `dim`, with rows of the shape they should have.
+
+        Raises:
+            BadInput: If rows are longer, or of another shape than those before.
+        """
+        if dim is not None and isinstance(value, Tensor | np.ndarray):
+            key, found = path[-1] if path else None, (*value.shape[:dim], *value.shape[dim + 1 :])
+            wanted = self._wanted.get(key, found)
+            if wanted != found:
+                if len(wanted) != len(found) or any(map(gt, found, wanted)):
+                    raise BadInput(
+                        f"rows of {_name(path)} have shape {list(found)}, and row_shape is "
+                        f"{list(wanted)}: cut longer records in the data set, or give a larger "
+                        "row_shape"
+                    )
+                padding = self.padding
+                for each in path:
+                    padding = (_parts(padding) or {}).get(each)
+                value, found = _grown(value, dim, wanted, padding, key), wanted
+            known = self._known.setdefault(path, found)
+            if known != found and not self._are_public:
+                longest = list(map(max, found, known))
+                raise BadInput(
+                    f"rows of {_name(path)} have shape {list(found)} in this batch and "
+                    f"{list(known)} in another: how long its neighbours are would show in how a "
+                    "record's gradient is rounded. Pad all rows to one length "
+                    "(padding='max_length'), or let make_private do it: "
+                    f"row_shape={{{key!r}: {longest}, ...}}; if lengths are public, "
+                    "row_shape='public'"
+                )
+        if self._device is not None and isinstance(value, Tensor):
+            value = value.to(self._device, non_blocking=True)
+        return value
 
     def _seeds_of_workers(self) -> torch.Generator:
         """Where the data loader takes its workers' seeds from, instead of the global generator."""
@@ -399,174 +491,27 @@ def _kept_generators() -> Iterator[None]:
 
 # ---- what a collated batch looks like ------------------------------------------------------------
 
-Path = tuple[Any, ...]
-"""Names or numbers of the containers around a part of a batch, and its own."""
 
+def learn_dims(one: Any, two: Any, rows_per_record: int = 1) -> tuple[Dims, str | None]:
+    """Learn where records lie, from a batch of one record and one of two.
 
-PUBLIC = "public"
-_IGNORED = -100  # a label that losses leave out
+    A dimension's size does not tell whether it counts records: the one that grows from 1 to 2 does.
+    Tensors, arrays, lists and tuples may hold rows; dicts and other mappings, lists, tuples, named
+    tuples, dataclasses and classes registered with torch's pytrees may hold parts.
 
-RowShape = str | Mapping[Any, int | Sequence[int]] | None
-"""How `make_private(row_shape=)` says which shape rows have."""
+    Returns:
+        The dimensions; and the name of a part whose rows of numbers do not lie in one tensor, None
+        if there is none.
 
-
-class BatchLayout:
-    """Where the records of a collated batch lie, and the one public shape that their rows have.
-
-    It is learned from batches of one and of two records. A dimension's size does not tell whether
-    it counts records: the one that grows from 1 to 2 does. Tensors, arrays, lists and tuples may
-    hold rows; dicts and other mappings, lists, tuples, named tuples, dataclasses and classes
-    registered with torch's pytrees may hold parts.
-
-    Args:
-        row_shape: `"public"` if lengths are no secret; or the shape of a record's row by the name
-            (or place) of a tensor in the batch, which shorter ones are padded to; None if they are
-            of one shape as they come.
-        padding: A batch of one record to take padding from; zeros unless given, and -100 for
-            `"labels"`.
-        rows_per_record: Rows that each record has.
-        device: Where `fit` puts tensors; None leaves them where they are.
+    Raises:
+        UnsupportedOperation: Part of the batch cannot be cut into records, or nothing in it has
+            one row per record.
     """
+    dims: Dims = {}
+    not_one_tensor: str | None = None
 
-    def __init__(
-        self,
-        row_shape: RowShape = None,
-        padding: Any = None,
-        rows_per_record: int = 1,
-        device: torch.device | None = None,
-    ) -> None:
-        if isinstance(row_shape, str):
-            check.one_of([PUBLIC], row_shape=row_shape)
-        self._are_public = row_shape == PUBLIC
-        given = row_shape if isinstance(row_shape, Mapping) else {}
-        self._wanted = {
-            key: (size,) if isinstance(size, int) else tuple(size) for key, size in given.items()
-        }
-        self._known: dict[Path, tuple[int, ...]] = {}
-        self._padding, self._rows, self._device = padding, rows_per_record, device
-        # By path: the dimension of records; None if a part does not grow with their number.
-        self._dims: dict[Path, int | None] = {}
-        self._not_one_tensor: str | None = None  # names a part whose rows do not lie in a tensor
-
-    @property
-    def unit(self) -> str:
-        """What is protected, in words."""
-        return "one row of the data set" + (", but not its length" if self._are_public else "")
-
-    def learn(self, one: Any, two: Any) -> None:
-        """Learn from a batch of one record and one of two.
-
-        Raises:
-            UnsupportedOperation: Part of the batch cannot be cut into records, or nothing in it has
-                one row per record.
-            BadInput: Naming what `row_shape` names and is not in the batch.
-        """
-        self._dims.clear()
-        self._not_one_tensor = None
-        self._learn(one, two, ())
-        if all(dim is None for dim in self._dims.values()):
-            raise UnsupportedOperation(
-                f"nothing in the batch that collate_fn returns ({type(one).__name__}) has one row "
-                "per record, so its samples cannot be told apart. Remedy: return tensors with the "
-                "records along one dimension"
-            )
-        # Cut now, so that what cannot be rebuilt fails before the first step, and so that no
-        # record stays in memory.
-        self._empty = one
-        self._empty = self.empty()
-        self.mapped(self._empty, self.fit)
-        met = {path[-1] if path else None for path in self._known}
-        if missing := [key for key in self._wanted if key not in met]:
-            raise BadInput(
-                f"row_shape has {missing[0]!r}, and the batch that collate_fn returns has tensors "
-                f"{sorted(met, key=str)}; name those, or their places in a tuple"
-            )
-
-    def require_tensors(self) -> None:
-        """Make sure that rows of numbers lie in tensors, where a loss can be followed.
-
-        Raises:
-            UnsupportedOperation: Naming a part of the batch where they do not.
-        """
-        if self._not_one_tensor is not None:
-            raise UnsupportedOperation(
-                f"collate_fn returns {self._not_one_tensor}, of which nobody sees what the loss "
-                "makes of it. Return one tensor with the records along a dimension: "
-                "torch.stack(rows), after torch.nn.utils.rnn.pad_sequence or the like where shapes "
-                "differ; torch.from_numpy(array)"
-            )
-
-    def empty(self) -> Any:
-        """Return a new batch of no records: the same structure and dtypes, zero rows.
-
-        What does not grow with the number of records is a copy of what the batch of one had.
-        """
-        return self.mapped(self._empty, _without_rows, is_new=True)
-
-    def check(self, batch: Any, num_records: int) -> None:
-        """Make sure that every part with rows has `num_records` of them.
-
-        Raises:
-            BadInput: It has more or fewer, or is missing; naming the part.
-        """
-        for path, dim in self._dims.items():
-            if dim is None:
-                continue
-            value = batch
-            for depth, key in enumerate(path, 1):
-                parts = _parts(value) or {}
-                if key not in parts:
-                    raise BadInput(
-                        f"collate_fn returned a batch without {_name(path[:depth])}, which the "
-                        "batch of record 0 has. Remedy: return the same structure for every batch"
-                    )
-                value = parts[key]
-            shape = [len(value)] if isinstance(value, list | tuple) else []
-            if isinstance(value, Tensor | np.ndarray):
-                shape = list(value.shape)
-            rows = shape[dim] if dim < len(shape) else "no"
-            if rows not in (num_records, num_records * self._rows):
-                raise BadInput(
-                    f"collate_fn was given {num_records} records and returned {rows} rows in "
-                    f"{_name(path)} (shape {shape}, records along dim {dim}); each record must "
-                    f"give exactly {self._rows} (make_private(rows_per_sample=)), or its gradient "
-                    "cannot be clipped. Remedy: filter or expand records in the data set, not in "
-                    "collate_fn"
-                )
-
-    def contents(
-        self, batch: Any, num_records: int
-    ) -> tuple[dict[str, tuple[int, ...]], dict[str, list[Any]]]:
-        """Return, by the name of a part, the shape of a row and what each record has there.
-
-        What has no rows counts as every record's, where it is a tensor or an array of floating
-        point numbers; else it is left out. Contents can be hashed, and are equal if all bits are.
-        """
-        shapes: dict[str, tuple[int, ...]] = {}
-        columns: dict[str, list[Any]] = {}
-
-        def collect(value: Any, dim: int | None, path: Path) -> Any:
-            is_array = isinstance(value, Tensor | np.ndarray)
-            if dim is None:
-                is_float = isinstance(value, Tensor) and value.is_floating_point()
-                if is_float or (isinstance(value, np.ndarray) and value.dtype.kind == "f"):
-                    shapes[_name(path)] = tuple(value.shape)
-                    columns[_name(path)] = [_content(value)] * num_records
-                return value
-            if is_array:
-                shapes[_name(path)] = (*value.shape[:dim], *value.shape[dim + 1 :])
-            rows = value if not is_array else value.swapaxes(dim, 0)
-            each = len(rows) // num_records
-            columns[_name(path)] = [
-                tuple(_content(row) for row in rows[i * each : (i + 1) * each])
-                for i in range(num_records)
-            ]
-            return value
-
-        self.mapped(batch, collect)
-        return shapes, columns
-
-    def _learn(self, one: Any, two: Any, path: Path) -> None:
+    def learn(one: Any, two: Any, path: Path) -> None:
+        nonlocal not_one_tensor
         if type(one) is not type(two):
             raise UnsupportedOperation(
                 f"collate_fn returns {type(one).__name__} for one record and {type(two).__name__} "
@@ -574,15 +519,15 @@ class BatchLayout:
                 "records"
             )
         if isinstance(one, Tensor | np.ndarray):
-            dim = self._dims[path] = _dim_of_records(one, two, _name(path), self._rows)
+            dim = dims[path] = _dim_of_records(one, two, _name(path), rows_per_record)
             if isinstance(one, np.ndarray) and dim is not None and one.dtype.kind in "biufc":
-                self._not_one_tensor = f"a NumPy array at {_name(path)}"
+                not_one_tensor = f"a NumPy array at {_name(path)}"
             return
-        grows = (1, 2), (self._rows, 2 * self._rows)
+        grows = (1, 2), (rows_per_record, 2 * rows_per_record)
         if isinstance(one, list | tuple) and (len(one), len(two)) in grows:
-            self._dims[path] = 0
+            dims[path] = 0
             if any(isinstance(leaf, Tensor | np.ndarray) for leaf in tree_flatten(one)[0]):
-                self._not_one_tensor = f"tensors in a {type(one).__name__} at {_name(path)}"
+                not_one_tensor = f"tensors in a {type(one).__name__} at {_name(path)}"
             return
         parts, others = _parts(one), _parts(two)
         if parts is None or others is None:
@@ -593,7 +538,7 @@ class BatchLayout:
                     "tuples or dataclasses from collate_fn, or register the class with "
                     "torch.utils._pytree.register_pytree_node"
                 )
-            self._dims[path] = None
+            dims[path] = None
             return
         if list(parts) != list(others):
             raise UnsupportedOperation(
@@ -602,67 +547,109 @@ class BatchLayout:
                 "number of records"
             )
         for key in parts:
-            self._learn(parts[key], others[key], (*path, key))
+            learn(parts[key], others[key], (*path, key))
 
-    def mapped(
-        self,
-        value: Any,
-        change: Callable[[Any, int | None, Path], Any],
-        path: Path = (),
-        is_new: bool = False,
-    ) -> Any:
-        """A batch of what `change` makes of each part; itself if all stay, unless it `is_new`.
+    learn(one, two, ())
+    if all(dim is None for dim in dims.values()):
+        raise UnsupportedOperation(
+            f"nothing in the batch that collate_fn returns ({type(one).__name__}) has one row "
+            "per record, so its samples cannot be told apart. Remedy: return tensors with the "
+            "records along one dimension"
+        )
+    return dims, not_one_tensor
 
-        Args:
-            value: The batch, or a part of it.
-            change: Takes a part, its dimension of records or None, and its path.
-            path: Of the value.
-            is_new: Whether all containers are made anew.
-        """
-        if path in self._dims:
-            return change(value, self._dims[path], path)
-        parts = _parts(value) or {}
-        made = {key: self.mapped(parts[key], change, (*path, key), is_new) for key in parts}
-        is_changed = any(made[key] is not parts[key] for key in parts)
-        return _rebuilt(value, made, _name(path)) if is_new or is_changed else value
 
-    def fit(self, value: Any, dim: int | None, path: Path) -> Any:
-        """Return one part of a batch, records along `dim`, with rows of the shape they should have.
+def check_rows(batch: Any, dims: Dims, num_records: int, rows_per_record: int = 1) -> None:
+    """Make sure that every part with rows has those of `num_records`.
 
-        Raises:
-            BadInput: If rows are longer, or of another shape than those before.
-        """
-        if dim is not None and isinstance(value, Tensor | np.ndarray):
-            key, found = path[-1] if path else None, (*value.shape[:dim], *value.shape[dim + 1 :])
-            wanted = self._wanted.get(key, found)
-            if wanted != found:
-                if len(wanted) != len(found) or any(map(gt, found, wanted)):
-                    raise BadInput(
-                        f"rows of {_name(path)} have shape {list(found)}, and row_shape is "
-                        f"{list(wanted)}: cut longer records in the data set, or give a larger "
-                        "row_shape"
-                    )
-                padding = self._padding
-                for each in path:
-                    padding = (_parts(padding) or {}).get(each)
-                value, found = _grown(value, dim, wanted, padding, key), wanted
-            known = self._known.setdefault(path, found)
-            if known != found and not self._are_public:
-                longest = list(map(max, found, known))
+    Raises:
+        BadInput: It has more or fewer, or is missing; naming the part.
+    """
+    for path, dim in dims.items():
+        if dim is None:
+            continue
+        value = batch
+        for depth, key in enumerate(path, 1):
+            parts = _parts(value) or {}
+            if key not in parts:
                 raise BadInput(
-                    f"rows of {_name(path)} have shape {list(found)} in this batch and "
-                    f"{list(known)} in another: how long its neighbours are would show in how a "
-                    "record's gradient is rounded. Pad all rows to one length "
-                    "(padding='max_length'), or let make_private do it: "
-                    f"row_shape={{{key!r}: {longest}, ...}}; if lengths are public, "
-                    "row_shape='public'"
+                    f"collate_fn returned a batch without {_name(path[:depth])}, which the "
+                    "batch of record 0 has. Remedy: return the same structure for every batch"
                 )
-        if self._device is not None and isinstance(value, Tensor):
-            value = value.to(self._device, non_blocking=True)
+            value = parts[key]
+        shape = [len(value)] if isinstance(value, list | tuple) else []
+        if isinstance(value, Tensor | np.ndarray):
+            shape = list(value.shape)
+        rows = shape[dim] if dim < len(shape) else "no"
+        if rows not in (num_records, num_records * rows_per_record):
+            raise BadInput(
+                f"collate_fn was given {num_records} records and returned {rows} rows in "
+                f"{_name(path)} (shape {shape}, records along dim {dim}); each record must "
+                f"give exactly {rows_per_record} (make_private(rows_per_sample=)), or its gradient "
+                "cannot be clipped. Remedy: filter or expand records in the data set, not in "
+                "collate_fn"
+            )
+
+
+def contents_of(
+    batch: Any, dims: Dims, num_records: int
+) -> tuple[dict[str, tuple[int, ...]], dict[str, list[Any]]]:
+    """Return, by the name of a part, the shape of a row and what each record has there.
+
+    What has no rows counts as every record's, where it is a tensor or an array of floating
+    point numbers; else it is left out. Contents can be hashed, and are equal if all bits are.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    columns: dict[str, list[Any]] = {}
+
+    def collect(value: Any, dim: int | None, path: Path) -> Any:
+        is_array = isinstance(value, Tensor | np.ndarray)
+        if dim is None:
+            is_float = isinstance(value, Tensor) and value.is_floating_point()
+            if is_float or (isinstance(value, np.ndarray) and value.dtype.kind == "f"):
+                shapes[_name(path)] = tuple(value.shape)
+                columns[_name(path)] = [_content(value)] * num_records
+            return value
+        if is_array:
+            shapes[_name(path)] = (*value.shape[:dim], *value.shape[dim + 1 :])
+        rows = value if not is_array else value.swapaxes(dim, 0)
+        each = len(rows) // num_records
+        columns[_name(path)] = [
+            tuple(_content(row) for row in rows[i * each : (i + 1) * each])
+            for i in range(num_records)
+        ]
         return value
 
+    map_parts(batch, dims, collect)
+    return shapes, columns
 
-def _without_rows(value: Any, dim: int | None, _: Path) -> Any:
+
+def map_parts(
+    value: Any,
+    dims: Dims,
+    change: Callable[[Any, int | None, Path], Any],
+    path: Path = (),
+    is_new: bool = False,
+) -> Any:
+    """A batch of what `change` makes of each part; itself if all stay, unless it `is_new`.
+
+    Args:
+        value: The batch, or a part of it.
+        dims: Where its records lie.
+        change: Takes a part, its dimension of records or None, and its path.
+        path: Of the value.
+        is_new: Whether all containers are made anew.
+    """
+    if path in dims:
+        return change(value, dims[path], path)
+    parts = _parts(value) or {}
+    made = {key: map_parts(parts[key], dims, change, (*path, key), is_new) for key in parts}
+    is_changed = any(made[key] is not parts[key] for key in parts)
+    return _rebuilt(value, made, _name(path)) if is_new or is_changed else value
+
+
+def without_rows(value: Any, dim: int | None, _: Path) -> Any:
+    """Return a part of a batch of no records: a copy of what does not grow with their number."""
     if dim is None:
         return value.clone() if isinstance(value, Tensor) else copy.copy(value)
     if isinstance(value, Tensor):

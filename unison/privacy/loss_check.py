@@ -29,7 +29,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -46,7 +45,10 @@ from unison.privacy.loss_program import (
     Program,
     RecordLayout,
     Replay,
+    all_by_record,
+    by_record,
     far_values,
+    first_units,
     is_assertion,
     is_close,
     is_equal,
@@ -54,10 +56,14 @@ from unison.privacy.loss_program import (
     is_function_of_size,
     is_rounding,
     is_same,
+    laid_out,
     may_branch,
     multiple_of,
     numbers_of,
+    program_of,
+    record_dim,
     rows_differ,
+    scales_of,
     where_rows_meet,
 )
 from unison.privacy.loss_tape import (
@@ -148,6 +154,7 @@ class LossCheck:
         self._rechecks = rechecks
         self._says_mean = self._is_mean = is_mean
         self._rows = RecordLayout(1, rows_per_sample, batch_dim)
+        self._rows_per_sample = rows_per_sample
         # Of each path: rows and numbers when it was taken last; rows and numbers when it was
         # checked last, with a record of then and its gradients, by slot,
         # and what stood beside it.
@@ -173,7 +180,8 @@ class LossCheck:
             is_sum: Whether rows' losses are added up by us, whatever the user says of his.
         """
         self._is_mean = self._says_mean and not is_sum
-        self._rows = replace(self._rows, num_units=num_samples)
+        num_rows = num_samples * self._rows_per_sample
+        self._rows = self._rows._replace(num_units=num_samples, num_rows=num_rows)
         self._pending.clear()
 
     def judge(
@@ -196,7 +204,7 @@ class LossCheck:
         slot = tape.slot_of(loss)
         assert slot is not None
         rows = self._rows
-        program = Program(tape, slot, path, gradient, rows)
+        program = program_of(tape, slot, path, gradient, rows)
         states = [each for each in path.values() if EARLIER in each.refs][::-1]
         if states or (type(gradient) is SlotRef and gradient.slot == EARLIER):
             _refuse(
@@ -247,7 +255,8 @@ class LossCheck:
                 )
         if len(private_trainings) > 1:
             _refuse_others(tape, path)
-        _refuse_left_behind(tape, path, gradient)
+        if tape.kept or tape.kept_memory:
+            _refuse_left_behind(tape, path, gradient)
         for place, labels, ignored, _, weight in tape.targets:
             if place in path:
                 self._refuse_uneven(path[place], labels, ignored, weight)
@@ -281,7 +290,7 @@ class LossCheck:
 
         A term that sets in after a while has the weight 0 until then, and couples nothing.
         """
-        now = [abs(each) for each in program.scales(of_host=True)]
+        now = [abs(each) for each in scales_of(program, of_host=True)]
         largest = self._largest.setdefault((program.kind, len(now)), now)
         has_grown = any(a > GROWTH * b for a, b in zip(now, largest, strict=True))
         if has_grown:
@@ -331,8 +340,8 @@ class LossCheck:
             )
             is_uneven = sent_to_host((weight != weight.flatten()[0]).any())
             self._pending.append((is_uneven, operation, message))
-        if self._rows.dim_of(labels) is not None:
-            counts = (self._rows.matrix(labels) != ignored).sum(1)
+        if record_dim(self._rows, labels) is not None:
+            counts = (by_record(self._rows, labels) != ignored).sum(1)
             message = (
                 f"divides by the number of labels that are not {ignored}, and rows have different "
                 "numbers of them, so that each row's gradient depends on the others. Use "
@@ -382,11 +391,11 @@ class LossCheck:
         A plan keeps them too: of large outputs they are most of what a check leaves behind.
         """
         unit, of_unit = (
-            {slot: matrix[:1].clone() for slot, matrix in self._rows.matrices(values)}
+            {slot: matrix[:1].clone() for slot, matrix in all_by_record(self._rows, values)}
             for values in (program.tape.roots, grads)
         )
-        beside = [self._rows.matrix(each)[:1].clone() for each in program.beside().values()]
-        numbers = program.scales()
+        beside = [by_record(self._rows, each)[:1].clone() for each in program.beside().values()]
+        numbers = scales_of(program)
         self._checked[program.kind] = self._rows.num_rows, numbers, unit, of_unit, beside
 
     def _self_check(self, program: Program, loss: Tensor) -> tuple[Replay, RecordLayout]:
@@ -399,16 +408,17 @@ class LossCheck:
         rows, real = self._rows, program.real(loss)
         values = [each for value in program.tape.roots.values() for each in unpacked(value)]
         num_elements, num_left = sum(each.numel() for each in values), rows.num_units
-        if num_elements > FEW_ELEMENTS and not program.is_granular:
+        is_granular = len(values) > len(program.tape.roots)
+        if num_elements > FEW_ELEMENTS and not is_granular:
             num_left = min(num_left, max(3, FEW_ELEMENTS * num_left // num_elements))
         if num_left < rows.num_units:
-            left = replace(rows, num_units=num_left)
+            left = first_units(rows, num_left)
             try:
                 base = program.replay(program.first_records(left), left)
                 for factor in (1.0, num_left / rows.num_units):
                     if all(
-                        is_close(left.matrix(base[0][slot]) * factor, grad[:num_left])
-                        for slot, grad in rows.matrices(real)
+                        is_close(by_record(left, base[0][slot]) * factor, grad[:num_left])
+                        for slot, grad in all_by_record(rows, real)
                     ):
                         return base, left
             except Exception:  # whatever the user's operations raise at another size
@@ -493,7 +503,7 @@ class LossCheck:
             left: Where those rows lie that are left.
         """
         root, rows, generator = program.tape.roots[slot], self._rows, self._generator
-        if rows.dim_of(root) is None:
+        if record_dim(rows, root) is None:
             # A loss that the module made itself, or a statistic: what comes after must not depend
             # on its value.
             if slot not in program.tape.edges or not root.is_floating_point():
@@ -502,8 +512,8 @@ class LossCheck:
             return packed(root, [each.detach() * factor for each in unpacked(root)])
         value = root
         if left != rows:
-            value = rows.like(root, rows.matrix(root)[: left.num_units])
-        matrix = left.matrix(value)
+            value = laid_out(rows, root, by_record(rows, root)[: left.num_units])
+        matrix = by_record(left, value)
         device = matrix.device
         order = torch.randint(0, left.num_units, (left.num_units,), generator=generator)
         if way == 2:
@@ -516,13 +526,13 @@ class LossCheck:
                     label = int(torch.randint(0, num_classes, (), generator=generator))
                     new = torch.full_like(matrix, label)
                     break
-        return left.like(value, torch.where(kept.to(device)[:, None], matrix, new))
+        return laid_out(left, value, torch.where(kept.to(device)[:, None], matrix, new))
 
     def _size_check(self, program: Program, before: Gradients) -> None:
         """Leave one record out: gradients change by a mean's factor, or those of a sum do not."""
         rows = self._rows
-        left = replace(rows, num_units=rows.num_units - 1)
-        if program.is_granular:
+        left = first_units(rows, rows.num_units - 1)
+        if any(len(unpacked(value)) > 1 for value in program.tape.roots.values()):
             return  # granules have one shape
         draws, values = program.first_draws(left), program.first_records(left)
         factor, first = rows.num_units / left.num_units, _without_last(rows, before)
@@ -530,21 +540,21 @@ class LossCheck:
             now = program.replay(values, left, given=draws)[0]
         except Exception:  # sizes are written into the program; steps of other sizes will tell
             return
-        wrong = _wrong_factor(dict(left.matrices(now)), first, factor, is_mean=self._is_mean)
+        wrong = _wrong_factor(dict(all_by_record(left, now)), first, factor, is_mean=self._is_mean)
         if wrong is not None:
             now = program.replay(values, left, given=draws, has_multiples=True)[0]
-            now = dict(left.matrices(now))
+            now = dict(all_by_record(left, now))
             if _wrong_factor(now, first, factor, is_mean=self._is_mean) is None:
                 self._with_multiples.add(program.kind)  # steps of other sizes will tell
                 return
         usual = self._turned(program) if wrong is not None else None
         if usual is not None and is_rounding(first, usual[1]):
             for slot, own in _without_last(rows, usual[0]).items():
-                values[slot] = rows.like(usual[0][slot], own)
+                values[slot] = laid_out(rows, usual[0][slot], own)
             with suppress(Exception):  # what cannot be run with these values stays refused
                 now = program.replay(values, left, given=draws)[0]
                 first = _without_last(rows, usual[1])
-                now = dict(left.matrices(now))
+                now = dict(all_by_record(left, now))
                 wrong = _wrong_factor(now, first, factor, is_mean=self._is_mean)
         if wrong is not None:
             _refuse(*wrong)
@@ -559,8 +569,8 @@ class LossCheck:
         roots, rows = program.tape.roots, self._rows
         outputs = {slot: roots[slot] for slot in program.outputs}
         values = {
-            slot: rows.like(outputs[slot], matrix.roll(1, 0))
-            for slot, matrix in rows.matrices(outputs)
+            slot: laid_out(rows, outputs[slot], matrix.roll(1, 0))
+            for slot, matrix in all_by_record(rows, outputs)
         }
         try:
             return values, program.replay(values, given=program.draws)[0]
@@ -577,7 +587,7 @@ class LossCheck:
         beside: list[Tensor],
     ) -> None:
         """Put a record of an earlier step into this batch, which has another size."""
-        rows, roots, now = self._rows, program.tape.roots, program.scales()
+        rows, roots, now = self._rows, program.tape.roots, scales_of(program)
         if not unit or num_before == rows.num_rows or len(numbers) != len(now):
             return
         if any(each.func in SUBSTITUTES for each in program.path.values()):
@@ -604,13 +614,13 @@ class LossCheck:
             return
         values = {}
         for slot, record in unit.items():
-            if rows.dim_of(roots[slot]) is None:
+            if record_dim(rows, roots[slot]) is None:
                 return
-            matrix = rows.matrix(roots[slot]).clone()
+            matrix = by_record(rows, roots[slot]).clone()
             if matrix.shape[1:] != record.shape[1:]:
                 return
             matrix[:1] = record
-            values[slot] = rows.like(roots[slot], matrix)
+            values[slot] = laid_out(rows, roots[slot], matrix)
         given, beside_now = {}, program.beside()
         if len(beside_now) != len(beside):  # a constant is as long as the batch, now or then
             return
@@ -623,16 +633,16 @@ class LossCheck:
                     "Make it with torch.tensor or torch.as_tensor, or in collate_fn",
                 )
         for (key, value), record in zip(beside_now.items(), beside, strict=True):
-            matrix = rows.matrix(value).clone()
+            matrix = by_record(rows, value).clone()
             if matrix.shape[1:] != record.shape[1:]:
                 return
             matrix[:1] = record
-            given[key] = rows.like(value, matrix)
+            given[key] = laid_out(rows, value, matrix)
         try:
             again, _, _ = program.replay(values, given=given)
         except Exception:  # the record's values do not go together with this batch's
             return
-        first = {slot: rows.matrix(again[slot])[:1] for slot in grads}
+        first = {slot: by_record(rows, again[slot])[:1] for slot in grads}
         wrong = _wrong_factor(first, grads, num_before / rows.num_rows, is_mean=self._is_mean)
         if wrong is not None:
             usual = self._turned(program)
@@ -658,7 +668,7 @@ def _refuse_reads(program: Program) -> None:
     name, place, _ = tape.reads[0]
     _refuse_numbers(program, place, f"values left torch by {name}()")
     for value in tape.unknown_inputs:
-        if program.rows.dim_of(value) is not None:
+        if record_dim(program.rows, value) is not None:
             _refuse(
                 f"values left torch by {name}(), and the module is given a tensor of shape "
                 f"{list(value.shape)} that was not made by torch functions, so it may mix rows",
@@ -738,15 +748,13 @@ def _refuse_others(tape: LossRecorder, path: dict[int, Operation]) -> None:
 
 def _refuse_left_behind(tape: LossRecorder, path: dict[int, Operation], gradient: Any) -> None:
     """Refuse constants that forward made of the batch; see [Note: left behind]."""
-    if not tape.kept:
-        return
     for operation in path.values():
         for leaf in operation.leaves:
-            if leaf in tape.kept:
+            if tape.is_kept(leaf):
                 raise UnsupportedOperation(
                     f"{operation} brings a tensor of shape {list(leaf.shape)} into the loss {KEPT}"
                 )
-    if gradient in tape.kept:
+    if tape.is_kept(gradient):
         raise UnsupportedOperation(f"backward(gradient=) is given a tensor {KEPT}")
 
 
@@ -849,7 +857,7 @@ def _moved(
         row = rows_differ(a, other[0][slot], kept, rows, tolerance)
         if row is None:
             continue
-        if rows.dim_of(a) is None:
+        if record_dim(rows, a) is None:
             return (
                 "the gradient of an output that does not hold the rows (a loss that the module "
                 "made) depends on the batch",
@@ -869,7 +877,7 @@ def _moved(
 
 def _without_last(rows: RecordLayout, values: Gradients) -> Gradients:
     """All records but the last one of what holds some, as matrices."""
-    return {slot: matrix[: rows.num_units - 1] for slot, matrix in rows.matrices(values)}
+    return {slot: matrix[: rows.num_units - 1] for slot, matrix in all_by_record(rows, values)}
 
 
 def _wrong_factor(

@@ -12,11 +12,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,85 +52,90 @@ Replay = tuple[Gradients, list[Tensor], dict[int, Any]]
 """Gradients of outputs; of terms (see `Program`), in order; and every result by slot."""
 
 
-@dataclass(frozen=True)
-class RecordLayout:
+class RecordLayout(NamedTuple):
     """Where the records of a batch lie.
 
     Attributes:
         num_units: Records in all granules together, padding included.
-        per_unit: Rows that belong to one record, one after the other, in tensors that have more
-            than one.
+        num_rows: Rows of tensors that have all rows of every record, one record's after the other.
         dim: The dimension that holds them, where a tensor's shape leaves a choice.
     """
 
     num_units: int
-    per_unit: int
+    num_rows: int
     dim: int
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of tensors that have all rows of every record."""
-        return self.num_units * self.per_unit
 
-    def dim_of(self, value: Any) -> int | None:
-        """The dimension of a tensor that holds the records; None if there is none."""
-        if not isinstance(value, Tensor):
-            return None
-        parts = unpacked(value)
-        shape, units = parts[0].shape, self.num_units // len(parts)
-        if units == 0 or parts[0].numel() == 0:
-            return None
-        dims = [dim for dim in (self.dim, *range(len(shape))) if dim < len(shape)]
-        for size in (units * self.per_unit, units):
-            exact = [dim for dim in dims if shape[dim] == size]
-            if exact:
-                return exact[0]
-        return 0 if len(shape) and shape[0] % units == 0 else None  # tokens are flattened into it
-
-    def matrix(self, value: Tensor) -> Tensor:
-        """Return one line per record [units, elements]."""
-        dim = self.dim_of(value)
-        assert dim is not None
-        parts = unpacked(value)
-        units = self.num_units // len(parts)
-        return torch.cat([whole(each).movedim(dim, 0).reshape(units, -1) for each in parts])
-
-    def matrices(self, values: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the slot and the `matrix` of each value that holds records."""
-        for slot, value in values.items():
-            if self.dim_of(value) is not None:
-                yield slot, self.matrix(value)
-
-    def like(self, value: Tensor, matrix: Tensor) -> Tensor:
-        """Return a value laid out like another one, with the records of a matrix."""
-        dim = self.dim_of(value)
-        assert dim is not None
-        parts = unpacked(value)
-        made = []
-        for each, lines in zip(parts, matrix.chunk(len(parts)), strict=True):
-            shape = each.movedim(dim, 0).shape
-            count = shape[0] * len(parts) * len(lines) // self.num_units
-            rows = lines.reshape(count, *shape[1:]).movedim(0, dim).contiguous()
-            if is_dtensor(each):
-                from torch.distributed.tensor import distribute_tensor  # a second to import
-
-                mesh, placements = each.device_mesh, each.placements
-                rows = distribute_tensor(rows, mesh, placements, src_data_rank=None)
-            made.append(rows)
-        return packed(value, made)
+def first_units(layout: RecordLayout, num_units: int) -> RecordLayout:
+    """Return the layout of the first records alone."""
+    num_rows = num_units * layout.num_rows // layout.num_units
+    return RecordLayout(num_units, num_rows, layout.dim)
 
 
+def record_dim(layout: RecordLayout, value: Any) -> int | None:
+    """The dimension of a tensor that holds the records; None if there is none."""
+    if not isinstance(value, Tensor):
+        return None
+    parts = unpacked(value)
+    shape, units = parts[0].shape, layout.num_units // len(parts)
+    if units == 0 or parts[0].numel() == 0:
+        return None
+    dims = [dim for dim in (layout.dim, *range(len(shape))) if dim < len(shape)]
+    for size in (units * layout.num_rows // layout.num_units, units):
+        exact = [dim for dim in dims if shape[dim] == size]
+        if exact:
+            return exact[0]
+    return 0 if len(shape) and shape[0] % units == 0 else None  # tokens are flattened into it
+
+
+def by_record(layout: RecordLayout, value: Tensor) -> Tensor:
+    """Return one line per record [units, elements]."""
+    dim = record_dim(layout, value)
+    assert dim is not None
+    parts = unpacked(value)
+    units = layout.num_units // len(parts)
+    return torch.cat([whole(each).movedim(dim, 0).reshape(units, -1) for each in parts])
+
+
+def all_by_record(
+    layout: RecordLayout, values: Mapping[int, Tensor]
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the slot and the lines of each value that holds records."""
+    for slot, value in values.items():
+        if record_dim(layout, value) is not None:
+            yield slot, by_record(layout, value)
+
+
+def laid_out(layout: RecordLayout, value: Tensor, lines: Tensor) -> Tensor:
+    """Return a value like another one, with the records of these lines."""
+    dim = record_dim(layout, value)
+    assert dim is not None
+    parts = unpacked(value)
+    made = []
+    for each, own in zip(parts, lines.chunk(len(parts)), strict=True):
+        shape = each.movedim(dim, 0).shape
+        count = shape[0] * len(parts) * len(own) // layout.num_units
+        rows = own.reshape(count, *shape[1:]).movedim(0, dim).contiguous()
+        if is_dtensor(each):
+            from torch.distributed.tensor import distribute_tensor  # a second to import
+
+            mesh, placements = each.device_mesh, each.placements
+            rows = distribute_tensor(rows, mesh, placements, src_data_rank=None)
+        made.append(rows)
+    return packed(value, made)
+
+
+@dataclass(eq=False)
 class Program:
     """A tape that has ended, with the loss that was sent back; it can be run on other values.
 
-    Args:
+    Attributes:
         tape: The tape.
         loss: The slot of the loss.
         path: The operations that lead to it, by place, last first.
         gradient: What the user sent back in the place of 1, as the tape stores it.
         rows: Where records lie.
-
-    Attributes:
+        outputs: Those of the module that take gradients, by slot.
         terms: Tensors on the way to the loss that take gradients and are not made of data.
         numbers: Python's numbers on the way to the loss.
         kind: The path that the user's code took: neither values nor batch sizes.
@@ -138,53 +143,16 @@ class Program:
             by place and number of the result; none through which gradients flow.
     """
 
-    def __init__(
-        self,
-        tape: LossRecorder,
-        loss: int,
-        path: dict[int, Operation],
-        gradient: Any,
-        rows: RecordLayout,
-    ) -> None:
-        self.tape, self.loss, self.path, self.gradient = tape, loss, path, gradient
-        self.rows = rows
-        self.outputs = {slot: tape.roots[slot] for slot, edges in tape.edges.items() if edges}
-        self.is_granular = any(len(unpacked(value)) > 1 for value in tape.roots.values())
-        terms: dict[int, Tensor] = {}
-        kinds: list[tuple] = []
-        self.numbers: list[float] = []
-        for each in path.values():
-            self.numbers += numbers_of(each)
-            kind: list[Any] = [each.name, len(each.outs), each.is_grad_enabled]
-            for leaf in each.leaves:
-                if isinstance(leaf, Tensor):
-                    kind.append((leaf.ndim, leaf.requires_grad))
-                    if leaf.requires_grad:
-                        terms[id(leaf)] = leaf
-                else:
-                    is_dim = isinstance(leaf, int) and -8 <= leaf <= 8  # or a truth
-                    is_dim &= each.name not in ARITHMETIC or isinstance(leaf, bool)
-                    is_told = is_dim or isinstance(leaf, str | torch.dtype)
-                    kind.append(leaf if is_told else type(leaf))
-            kinds.append(tuple(kind))
-        self.terms = list(terms.values())
-        self.kind = tuple(kinds), len(self.outputs), len(self.terms), len(tape.inputs)
-        self.draws: dict[Any, Tensor] = {}
-
-    def scales(self, *, of_host: bool = False) -> list[float]:
-        """Numbers on the way to the loss, and those in tensors that are not made of data.
-
-        Args:
-            of_host: Whether to wait for no GPU. Else what may hold one row is left out, too.
-        """
-        found = [
-            leaf.item()
-            for each in self.path.values()
-            for leaf in each.leaves
-            if type(leaf) is Tensor and leaf.numel() == 1 and has_values()
-            if (leaf.is_cpu if of_host else leaf.ndim == 0)
-        ]
-        return [*self.numbers, *found]
+    tape: LossRecorder
+    loss: int
+    path: dict[int, Operation]
+    gradient: Any
+    rows: RecordLayout
+    outputs: dict[int, Tensor]
+    terms: list[Tensor]
+    numbers: list[float]
+    kind: tuple
+    draws: dict[Any, Tensor] = field(default_factory=dict)
 
     def compared(self, slot: int) -> list[int]:
         """The slots of values that a truth was found from; of NaNs, whether they are."""
@@ -220,8 +188,8 @@ class Program:
             return {}
         roots = self.tape.roots
         return {
-            slot: self.rows.like(roots[slot], matrix[: left.num_units])
-            for slot, matrix in self.rows.matrices(roots)
+            slot: laid_out(self.rows, roots[slot], matrix[: left.num_units])
+            for slot, matrix in all_by_record(self.rows, roots)
         }
 
     def beside(self) -> dict[Any, Tensor]:
@@ -236,13 +204,15 @@ class Program:
                 if isinstance(leaf, Tensor) and id(leaf) not in terms:
                     found[id(leaf)] = leaf
         found |= self.draws
-        return {key: value for key, value in found.items() if self.rows.dim_of(value) is not None}
+        return {
+            key: value for key, value in found.items() if record_dim(self.rows, value) is not None
+        }
 
     def first_draws(self, left: RecordLayout) -> dict[Any, Tensor]:
         """Random numbers of the records that are left: kernels draw others for fewer records."""
         cut = dict(self.draws)
-        for key, matrix in self.rows.matrices(self.draws):
-            cut[key] = self.rows.like(self.draws[key], matrix[: left.num_units])
+        for key, matrix in all_by_record(self.rows, self.draws):
+            cut[key] = laid_out(self.rows, self.draws[key], matrix[: left.num_units])
         return cut
 
     def real(self, loss: Tensor) -> Gradients:
@@ -394,6 +364,49 @@ class Program:
         return grads, list(at), env
 
 
+def program_of(
+    tape: LossRecorder, loss: int, path: dict[int, Operation], gradient: Any, rows: RecordLayout
+) -> Program:
+    """Return the program of a tape; see `Program`."""
+    outputs = {slot: tape.roots[slot] for slot, edges in tape.edges.items() if edges}
+    terms: dict[int, Tensor] = {}
+    kinds: list[tuple] = []
+    numbers: list[float] = []
+    for each in path.values():
+        numbers += numbers_of(each)
+        kind: list[Any] = [each.name, len(each.outs), each.is_grad_enabled]
+        for leaf in each.leaves:
+            if isinstance(leaf, Tensor):
+                kind.append((leaf.ndim, leaf.requires_grad))
+                if leaf.requires_grad:
+                    terms[id(leaf)] = leaf
+            else:
+                is_dim = isinstance(leaf, int) and -8 <= leaf <= 8  # or a truth
+                is_dim &= each.name not in ARITHMETIC or isinstance(leaf, bool)
+                is_told = is_dim or isinstance(leaf, str | torch.dtype)
+                kind.append(leaf if is_told else type(leaf))
+        kinds.append(tuple(kind))
+    about = tuple(kinds), len(outputs), len(terms), len(tape.inputs)
+    return Program(tape, loss, path, gradient, rows, outputs, list(terms.values()), numbers, about)
+
+
+def scales_of(program: Program, *, of_host: bool = False) -> list[float]:
+    """Numbers on the way to the loss, and those in tensors that are not made of data.
+
+    Args:
+        program: The program.
+        of_host: Whether to wait for no GPU. Else what may hold one row is left out, too.
+    """
+    found = [
+        leaf.item()
+        for each in program.path.values()
+        for leaf in each.leaves
+        if type(leaf) is Tensor and leaf.numel() == 1 and has_values()
+        if (leaf.is_cpu if of_host else leaf.ndim == 0)
+    ]
+    return [*program.numbers, *found]
+
+
 def multiple_of(number: Any, size: int) -> int:
     """1 if a number is a multiple of a size, -1 if its inverse is one, 0 if neither."""
     if type(number) not in (int, float) or number == 0 or not math.isfinite(number):
@@ -534,13 +547,13 @@ def where_rows_meet(
             a, b = base.get(slot), other.get(slot)
             if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
                 continue
-            is_by_row = rows.dim_of(a) is not None
+            is_by_row = record_dim(rows, a) is not None
             if is_by_row and rows_differ(a, b, kept, rows, FLOAT64_TOLERANCE) is not None:
                 return f"rows meet in {operation}"
     for place in sorted(program.path):
         made = [base.get(slot) for slot in program.path[place].outs]
         has_tensor = any(isinstance(each, Tensor) for each in made)
-        if has_tensor and all(rows.dim_of(each) is None for each in made):
+        if has_tensor and all(record_dim(rows, each) is None for each in made):
             return f"rows meet in or after {program.path[place]}"
     return "see the loss"
 
@@ -602,12 +615,12 @@ def rows_differ(
     a: Tensor, b: Any, kept: Tensor, rows: RecordLayout, tolerance: float
 ) -> int | None:
     """The first kept row in which two tensors differ; None if none does."""
-    if rows.dim_of(a) is None:
+    if record_dim(rows, a) is None:
         return None if is_equal(a, b, tolerance) else 0
-    if not isinstance(b, Tensor) or rows.dim_of(b) is None:
+    if not isinstance(b, Tensor) or record_dim(rows, b) is None:
         return 0
     kept = kept.to(unpacked(a)[0].device)
-    x, y = rows.matrix(a)[kept], rows.matrix(b)[kept]
+    x, y = by_record(rows, a)[kept], by_record(rows, b)[kept]
     if x.shape != y.shape:
         return 0
     is_same = (x == y) | ((x != x) & (y != y))

@@ -284,8 +284,9 @@ class LossRecorder(TorchFunctionMode):
         unknown_inputs: Tensors that it was given and nobody followed.
         memory: Where the values of a slot lie.
         hidden: Memory of what was made of data and is not on the tape, in this pass or before.
-        kept: What the module's forward made of data, and what was made of that, as far as it was
-            watched (`unison.privacy.inputs`), in this pass or before.
+        kept: Tensors by id that the module's forward made of data, and what was made of them, as
+            far as it was watched (`unison.privacy.inputs`), in this pass or before.
+        kept_memory: Where such values were written, by memory.
         has_read: Whether values have left torch in this pass or before, nobody knows where to.
         has_hooks: Whether users have put hooks of their own, which may change gradients.
     """
@@ -307,7 +308,8 @@ class LossRecorder(TorchFunctionMode):
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._earlier: dict[int, weakref.ref[Tensor]] = {}
         self.hidden: dict[int, StorageWeakRef] = {}  # by memory
-        self.kept = KeptValues()
+        self.kept: dict[int, weakref.ref[Tensor]] = {}
+        self.kept_memory: dict[int, StorageWeakRef] = {}
 
     # --- when ------------------------------------------------------------------------------------
 
@@ -319,7 +321,8 @@ class LossRecorder(TorchFunctionMode):
             self._earlier[key] = ref
         self._earlier = {key: ref for key, ref in self._earlier.items() if ref() is not None}
         self.hidden = {key: ref for key, ref in self.hidden.items() if not ref.expired()}
-        self.kept.forget_dead()
+        self.kept = {key: ref for key, ref in self.kept.items() if ref() is not None}
+        self.kept_memory = {key: ref for key, ref in self.kept_memory.items() if not ref.expired()}
         self._slots = {}
         self._next_slot = itertools.count()
         self.number += 1
@@ -454,7 +457,7 @@ class LossRecorder(TorchFunctionMode):
             value, slot = args[0], self.slot_of(args[0])
             if name == "__format__":
                 is_number = value.numel() == len(unpacked(value)) == 1
-                if is_number and (slot is not None or value in self.kept):
+                if is_number and (slot is not None or self.is_kept(value)):
                     for each in {self, *_recording}:  # text may be read again
                         if each.is_open:
                             each.items.append(float(value.detach()))
@@ -544,7 +547,7 @@ class LossRecorder(TorchFunctionMode):
             self.slot_of(leaf) is not None for leaf in given if isinstance(leaf, _FOLLOWED)
         )
         if handling is Handling.COLLECTIVE and dist.get_world_size() > 1:
-            if not (is_followed or is_hidden or any(leaf in self.kept for leaf in given)):
+            if not (is_followed or is_hidden or any(map(self.is_kept, given))):
                 return func(*args, **kwargs)
             written = _written(func, args, kwargs)
             self._before_write(written)
@@ -559,9 +562,9 @@ class LossRecorder(TorchFunctionMode):
                 if not made.requires_grad:
                     self.roots[self._slot_for(made)] = made
                 return made
-            if not self.kept or not any(leaf in self.kept for leaf in given):
+            if not (self.kept or self.kept_memory) or not any(map(self.is_kept, given)):
                 return func(*args, **kwargs)
-            keep = partial(self.kept.add, is_written=handling is Handling.WRITE)
+            keep = partial(self.keep, is_written=handling is Handling.WRITE)
             return self._call_hidden(func, handling, name, args, kwargs, keep)
         if func is torch.autograd.grad:
             self._before_grad(leaves_in(args[1:2] or kwargs["inputs"]))
@@ -612,7 +615,11 @@ class LossRecorder(TorchFunctionMode):
             autocast_dtypes(),
             line,
             () if line is None else frame.f_code.co_consts,
-            [(each, state) for each, state in before if not _is_at(each, state)],
+            [
+                (each, state)
+                for each, state in before
+                if each.get_state().numpy().tobytes() != state.numpy().tobytes()
+            ],
         )
         self.operations.append(operation)
         if isinstance(result, bool):
@@ -657,9 +664,9 @@ class LossRecorder(TorchFunctionMode):
                     copies = [each.detach().clone() for each in unpacked(value)]
                     self.roots[slot] = packed(value, copies)
             if self.slot_of(target) is None:
-                before, is_kept = target.detach().clone(), target in self.kept
-                if is_kept:
-                    self.kept.add(before)
+                before = target.detach().clone()
+                if self.is_kept(target):
+                    self.keep(before)
                 outs = [self._slot_for(target)]
                 self.operations.append(
                     Operation(
@@ -669,7 +676,33 @@ class LossRecorder(TorchFunctionMode):
 
     def is_made_of_rows(self, value: Tensor) -> bool:
         """Whether a tensor was made of data, in this pass or before, however it was found out."""
-        return self.slot_of(value) is not None or value in self.kept or self.meets_hidden([value])
+        return self.slot_of(value) is not None or self.is_kept(value) or self.meets_hidden([value])
+
+    # --- what forward made, and no tape has ------------------------------------------------------
+
+    def is_kept(self, value: Any) -> bool:
+        """Whether a value is what forward made, or lies where that was written."""
+        if not isinstance(value, Tensor):
+            return False
+        found = self.kept.get(id(value))
+        if found is not None and found() is value:
+            return True
+        written = self.kept_memory.get(memory_of(value)) if self.kept_memory else None
+        return written is not None and not written.expired()
+
+    def keep(self, values: Any, *, is_written: bool = False) -> None:
+        """Know from here on what forward made, and keep none of it alive.
+
+        Args:
+            values: Tensors, in whatever holds some.
+            is_written: Whether values of the batch were written into them.
+        """
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor):
+                self.kept[id(leaf)] = weakref.ref(leaf)
+                memory = memory_of(leaf) if is_written and unpacked(leaf)[0] is leaf else 0
+                if memory:
+                    self.kept_memory[memory] = StorageWeakRef(leaf.untyped_storage())
 
     # --- what cannot be run again ----------------------------------------------------------------
 
@@ -737,10 +770,6 @@ def _generators_of(leaves: Sequence[Any]) -> list[torch.Generator]:
     found = [torch.default_generator]
     found += [torch.cuda.default_generators[device.index] for device in devices]
     return found + [each for each in leaves if isinstance(each, torch.Generator)]
-
-
-def _is_at(generator: torch.Generator, state: Tensor) -> bool:
-    return generator.get_state().numpy().tobytes() == state.numpy().tobytes()
 
 
 def _users_frame() -> FrameType:
@@ -929,9 +958,6 @@ def _plain(leaf: Any) -> Any:
     return int(leaf) if kind is _Int else leaf
 
 
-# --- what forward made, and no tape has -----------------------------------------------------------
-
-
 def memory_of(value: Tensor) -> int:
     """Where the memory of a tensor begins, which views of it share; the first granule's."""
     first = unpacked(value)[0]
@@ -939,47 +965,3 @@ def memory_of(value: Tensor) -> int:
         return first.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse tensors have several
         return id(first)
-
-
-class KeptValues:
-    """Knows some tensors, and keeps none of them alive."""
-
-    def __init__(self) -> None:
-        self._objects: dict[int, weakref.ref[Tensor]] = {}
-        self._written: dict[int, StorageWeakRef] = {}  # by memory
-
-    def __bool__(self) -> bool:
-        return bool(self._objects or self._written)
-
-    def __contains__(self, value: Any) -> bool:
-        """Whether a value is one of them, or lies where they were written."""
-        if not isinstance(value, Tensor):
-            return False
-        found = self._objects.get(id(value))
-        if found is not None and found() is value:
-            return True
-        written = self._written.get(memory_of(value)) if self._written else None
-        return written is not None and not written.expired()
-
-    def add(self, values: Any, *, is_written: bool = False) -> None:
-        """Know tensors from here on.
-
-        Args:
-            values: Tensors, in whatever holds some.
-            is_written: Whether values of the batch were written into them.
-        """
-        for leaf in tree_leaves(values):
-            if isinstance(leaf, Tensor):
-                self._objects[id(leaf)] = weakref.ref(leaf)
-                memory = memory_of(leaf) if is_written and unpacked(leaf)[0] is leaf else 0
-                if memory:
-                    self._written[memory] = StorageWeakRef(leaf.untyped_storage())
-
-    def discard(self, value: Tensor) -> None:
-        """Forget a tensor, but not what it shares memory with."""
-        self._objects.pop(id(value), None)
-
-    def forget_dead(self) -> None:
-        """Forget those that are gone."""
-        self._objects = {key: each for key, each in self._objects.items() if each() is not None}
-        self._written = {key: each for key, each in self._written.items() if not each.expired()}

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from unison.errors import BadInput
-
-if TYPE_CHECKING:
-    from unison.privacy.loader import BatchLayout
+from unison.privacy.loader import Dims, check_rows, contents_of, learn_dims
 
 NUM_ROWS = 4  # even, as mixtures of halves or pairs may ask for
 _NUM_SEEDS = 8  # a mixture may be drawn for half of the batches, or map a record to itself
@@ -35,7 +33,7 @@ Generators = list[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int],
 
 def refuse_mixing(
     dataset: Dataset[Any],
-    layout: "BatchLayout",
+    rows_per_record: int,
     settings: dict[str, Any],
     workers_seed: torch.Generator,
     salt: bytes,
@@ -52,7 +50,7 @@ def refuse_mixing(
 
     Args:
         dataset: The records.
-        layout: A new one, which learns in the worker where records lie.
+        rows_per_record: Rows that `collate_fn` makes of each record.
         settings: Those of the user's loader that are kept.
         workers_seed: Where the worker takes its seed from.
         salt: Of the digests: secret, since they are of records.
@@ -66,7 +64,7 @@ def refuse_mixing(
     """
     num_records = len(dataset)  # type: ignore[arg-type]
     settings = settings | {
-        "collate_fn": MixingProbe(settings["collate_fn"], layout, salt),
+        "collate_fn": MixingProbe(settings["collate_fn"], rows_per_record, salt),
         "num_workers": min(settings["num_workers"], 1),
         "persistent_workers": False,
         "pin_memory": False,
@@ -108,9 +106,11 @@ class MixingProbe:
     """
 
     def __init__(
-        self, collate_fn: Callable[[list[Any]], Any], layout: "BatchLayout", salt: bytes
+        self, collate_fn: Callable[[list[Any]], Any], rows_per_record: int, salt: bytes
     ) -> None:
-        self._collate_fn, self._layout, self._salt = collate_fn, layout, salt
+        self._collate_fn, self._salt = collate_fn, salt
+        self._rows_per_record = rows_per_record
+        self._dims: Dims = {}
 
     def __call__(self, read: Sequence[Any]) -> tuple[str | None, dict[str, str]]:
         """Replace each of the first records by another, under several seeds."""
@@ -120,7 +120,8 @@ class MixingProbe:
             rows, others = list(records[:NUM_ROWS]), records[NUM_ROWS:]
             if len(records) <= NUM_ROWS:  # of few records, another one comes twice
                 others = [*rows[1:], rows[0]]
-            self._layout.learn(self._collate(rows[:1]), self._collate([rows[0]] * 2))
+            one, two = self._collate(rows[:1]), self._collate([rows[0]] * 2)
+            self._dims, _ = learn_dims(one, two, self._rows_per_record)
             columns, columns_again = (
                 self._seeded(list(each[:NUM_ROWS]), 0, generators)[2] for each in (records, again)
             )
@@ -168,8 +169,8 @@ class MixingProbe:
         before = [_content(get()) for get, _, _ in generators]
         batch = self._collate(records)
         after = [_content(get()) for get, _, _ in generators]
-        self._layout.check(batch, len(records))
-        return before, *self._layout.contents(batch, len(records)), after
+        check_rows(batch, self._dims, len(records), self._rows_per_record)
+        return before, *contents_of(batch, self._dims, len(records)), after
 
 
 def _kept_rows(columns: Columns, others: Columns, place: int) -> bool:

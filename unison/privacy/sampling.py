@@ -18,13 +18,13 @@ computes is left out by selection, not by a product with 0: of zeros, `log` has 
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unison import check
 from unison.config import Privacy
@@ -33,13 +33,13 @@ from unison.kernels.random import Cipher, Distribution, Recipe, fill_rows
 from unison.rng import Key, Permutation, Stream, poisson_sample
 from unison.shard.deal import (
     BatchPlan,
-    current_plan,
     padded_rows,
     plan_batch,
-    publish_plan,
 )
 from unison.shard.deal import batch_mean as batch_mean
+from unison.shard.deal import current_plan as current_plan
 from unison.shard.deal import local_batch_mean as local_batch_mean
+from unison.shard.deal import publish_plan as publish_plan
 from unison.shard.deal import take_mean_was_used as take_mean_was_used
 from unison.shard.digest import fingerprint as fingerprint
 from unison.shard.each_granule import granular_pass as granular_pass
@@ -237,8 +237,31 @@ def from_fields(fields: Mapping[str, Any]) -> Sampling:
         raise BadInput(f"the fields do not describe a sampling ({error}): {fields!r}") from None
 
 
-class Draws:
-    """The records of every step of a run, as a function of (key, sampling, step).
+def check_drawing(sampling: Sampling, key: Key, num_records: int) -> None:
+    """Make sure that records of a data set can be drawn so.
+
+    Raises:
+        BadInput: If they cannot, or the sampling was made for another data set.
+    """
+    check.positive(num_records=num_records)
+    if not isinstance(key, Key):
+        raise BadInput(
+            f"expected a unison.rng.Key, found {type(key).__name__}. Remedy: "
+            "Key.from_entropy(), or Key.from_seed(seed) for a run that can be repeated"
+        )
+    steps_per_epoch(sampling)
+    if not isinstance(sampling, Poisson) and sampling.num_records != num_records:
+        raise BadInput(
+            f"{sampling!r} was made for {sampling.num_records} records, found {num_records} "
+            "in the data set; its accounting would not hold. Remedy: build it with num_records="
+            "len(dataset)"
+        )
+
+
+def drawn_records(
+    sampling: Sampling, key: Key, num_records: int, steps: Iterable[int]
+) -> Iterator[Tensor]:
+    """Yield the records of each step [batch], int64: ascending, or in shuffled order.
 
     Guarantees:
         The draw of a step is the same in whichever process and order it is asked for, and changes
@@ -251,68 +274,38 @@ class Draws:
         sampling: How records are chosen.
         key: Root key of the run; on several ranks the same one (`Key.shared`).
         num_records: Size of the data set.
-
-    Attributes:
-        steps_per_epoch: Steps in which each record is expected once (Poisson, rounded up) or taken
-            at most once (shuffled). A public number.
+        steps: Their numbers.
     """
-
-    def __init__(self, sampling: Sampling, key: Key, num_records: int) -> None:
-        check.positive(num_records=num_records)
-        if not isinstance(key, Key):
-            raise BadInput(
-                f"expected a unison.rng.Key, found {type(key).__name__}. Remedy: "
-                "Key.from_entropy(), or Key.from_seed(seed) for a run that can be repeated"
-            )
-        self.steps_per_epoch = steps_per_epoch(sampling)
-        if not isinstance(sampling, Poisson) and sampling.num_records != num_records:
-            raise BadInput(
-                f"{sampling!r} was made for {sampling.num_records} records, found {num_records} "
-                "in the data set; its accounting would not hold. Remedy: build it with num_records="
-                "len(dataset)"
-            )
-        self.sampling, self.num_records = sampling, num_records
-        self._key = key
-        self._order, self._order_of = torch.empty(0, device="cpu"), (-1, -1)
-
-    def records(self, step: int) -> Tensor:
-        """Return the records of a step [batch], int64: ascending, or in shuffled order."""
+    order, order_of = torch.empty(0, device="cpu"), (-1, -1)
+    for step in steps:
         check.not_negative(step=step)
-        sampling = self.sampling
         with torch.device("cpu"):  # whatever the user's default device is
             if isinstance(sampling, Shuffled):
-                return self._shuffled(sampling.batch_size, step)
-            stream = Stream(self._key, "membership", step, _PURPOSE, Cipher.CHACHA20)
-            members = poisson_sample(stream, self.num_records, sampling.rate)
-            if isinstance(sampling, Poisson) or len(members) <= sampling.capacity:
-                return members
-            # Those of lowest priority, which is a function of (key, step, record), are kept.
-            stream = Stream(self._key, "truncation", step, _PURPOSE, Cipher.CHACHA20)
-            limits = (0, _PRIORITIES)
-            recipe = Recipe(stream.cipher, stream.words, Distribution.INTEGERS, (), limits)
-            priorities = torch.empty_like(members)
-            fill_rows(priorities, recipe, members, 1)
-            kept = priorities.argsort(stable=True)[: sampling.capacity]
-            return members[kept].sort().values
-
-    def _shuffled(self, batch_size: int, step: int) -> Tensor:
-        """Return the records of a step, whose order was made for many steps at once.
-
-        A permutation of few records takes as long as one of thousands: milliseconds, in which a
-        GPU would wait for its next batch.
-        """
-        epoch, position = divmod(step, self.steps_per_epoch)
-        at_once = max(1, _SHUFFLED_AT_ONCE // batch_size)
-        first = position - position % at_once
-        if (epoch, first) != self._order_of:
-            end = min(first + at_once, self.steps_per_epoch)
-            order = Permutation(Stream(self._key, "shuffle", epoch, _PURPOSE), self.num_records)
-            self._order = order(torch.arange(first * batch_size, end * batch_size))
-            self._order_of = epoch, first
-        return self._order.view(-1, batch_size)[position - first].clone()
-
-    def __repr__(self) -> str:
-        return f"Draws({self.sampling!r}, num_records={self.num_records})"
+                # The order is made for many steps at once: a permutation of few records takes as
+                # long as one of thousands, milliseconds in which a GPU would wait for its batch.
+                size, num_steps = sampling.batch_size, sampling.steps_per_epoch
+                epoch, position = divmod(step, num_steps)
+                at_once = max(1, _SHUFFLED_AT_ONCE // size)
+                first = position - position % at_once
+                if (epoch, first) != order_of:
+                    end = min(first + at_once, num_steps)
+                    permutation = Permutation(Stream(key, "shuffle", epoch, _PURPOSE), num_records)
+                    order = permutation(torch.arange(first * size, end * size))
+                    order_of = epoch, first
+                drawn = order.view(-1, size)[position - first].clone()
+            else:
+                stream = Stream(key, "membership", step, _PURPOSE, Cipher.CHACHA20)
+                drawn = poisson_sample(stream, num_records, sampling.rate)
+            if isinstance(sampling, TruncatedPoisson) and len(drawn) > sampling.capacity:
+                # Those of lowest priority, which is a function of (key, step, record), are kept.
+                stream = Stream(key, "truncation", step, _PURPOSE, Cipher.CHACHA20)
+                limits = (0, _PRIORITIES)
+                recipe = Recipe(stream.cipher, stream.words, Distribution.INTEGERS, (), limits)
+                priorities = torch.empty_like(drawn)
+                fill_rows(priorities, recipe, drawn, 1)
+                kept = priorities.argsort(stable=True)[: sampling.capacity]
+                drawn = drawn[kept].sort().values
+        yield drawn
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -441,10 +434,11 @@ class Part(NamedTuple):
     positions: Tensor
 
 
-class BatchDealer:
-    """Presents the loader's batches to the module.
+@dataclass(eq=False)
+class Dealing:
+    """How the loader's batches are presented to the module, and what the one in hand holds.
 
-    Args:
+    Attributes:
         ranks: The ranks that share each logical batch.
         granule: Samples per granule; None leaves a rank's rows in one piece.
         max_physical_batch_size: Most rows in a pass.
@@ -453,158 +447,129 @@ class BatchDealer:
         usual_size: Samples that hardly any logical batch has more of; 1 if nothing is known.
         key: Of what the model draws, where there are granules; secret unless the noise is not.
         padding: A batch of one public record to pad with, as `collate_fn` makes it; None for zeros.
-
-    Attributes:
         has_fixed_size: Whether passes are padded to the few sizes that clipping is planned for, so
             that a compiled module meets no others.
         mean_was_used: Whether the running backward pass began at a `batch_mean`.
+        plan: Of the batch that was presented last.
+        parts: Its rows.
+        most_rows: What ranks plan for, since they must plan alike: see `rows_to_plan`.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        granule: int | None,
-        max_physical_batch_size: int | None,
-        batch_dim: int = 0,
-        rows_per_sample: int = 1,
-        usual_size: int = 1,
-        key: Key | None = None,
-        padding: Any = None,
-    ) -> None:
-        self.ranks, self.granule, self._dim = ranks, granule, batch_dim
-        self._rows_per_sample = rows_per_sample
-        self.max_physical_batch_size = max_physical_batch_size
-        self._usual_size, self._key = usual_size, key
-        self._padding, self.has_fixed_size, self.mean_was_used = padding, False, False
-        self.plan: BatchPlan | None = None
-        self.parts: Sequence[Part] = ()
-        self.most_rows = 1  # what ranks plan for, since they must plan alike: see `rows_to_plan`
+    ranks: Ranks
+    granule: int | None
+    max_physical_batch_size: int | None
+    batch_dim: int = 0
+    rows_per_sample: int = 1
+    usual_size: int = 1
+    key: Key | None = None
+    padding: Any = None
+    has_fixed_size: bool = False
+    mean_was_used: bool = False
+    plan: BatchPlan | None = None
+    parts: Sequence[Part] = ()
+    most_rows: int = 1
 
-    def present(self, batch: Any, physical: PhysicalBatch) -> Any:
-        """Return a batch with its padding, in granules if asked; its plan becomes the current one.
 
-        Args:
-            batch: What the loader has loaded: this pass's records.
-            physical: What it is.
-        """
-        granule = self.granule or 1
-        plans = plan_batch(
-            physical.logical_size,
-            granule=granule,
-            ranks=self.ranks,
-            step=physical.step,
-            is_granular=self.granule is not None,
-            granules_per_pass=physical.max_rows and physical.max_rows // granule,
-            key=self._key,
-        )
-        self.plan = plan = plans[physical.index]
-        ids = plan.sample_ids
-        assert len(plans) == physical.num_passes
-        assert int((ids >= 0).sum()) == physical.num_samples
-        if self.granule is None:
-            longest = max(high - low for low, high in itertools.pairwise(plan.edges))
-            size = physical.max_rows or longest
-            most = max(1, min(size, longest - physical.index * size))
-            self.most_rows = self.rows_to_plan(most, physical.max_rows)
-            if self.has_fixed_size:
-                nobodys = (plan.num_granules,) * (self.most_rows - len(ids))
-                self.plan = plan = replace(plan, granule_ids=(*plan.granule_ids, *nobodys))
-                ids = plan.sample_ids
-            pieces = [(PLAIN, ids)]
-        else:
-            self.most_rows = granule
-            pieces = zip(plan.granule_ids, ids.split(granule), strict=True)
-        self.parts = [
-            Part(number, each >= 0, len(each), each[each >= 0]) for number, each in pieces
-        ]
-        publish_plan(plan)
-        take_mean_was_used()
-        if self.granule is None and len(ids) == physical.num_samples:
-            return batch
-        leaves, spec = tree_flatten(batch, is_leaf=_is_column)
-        rows = self._rows_of_padding(len(leaves), spec)
-        return tree_unflatten(
-            [
-                self._padded(leaf, row, physical.num_samples, plan)
-                for leaf, row in zip(leaves, rows, strict=True)
-            ],
-            spec,
-        )
+def present(dealing: Dealing, batch: Any, physical: PhysicalBatch) -> Any:
+    """Return a batch with its padding, in granules if asked; its plan becomes the current one.
 
-    def _rows_of_padding(self, num_leaves: int, spec: TreeSpec) -> list[Any]:
-        """What to pad each leaf of a batch with; None for zeros."""
-        if self._padding is None:
-            return [None] * num_leaves
-        rows, own = tree_flatten(self._padding, is_leaf=_is_column)
+    Args:
+        dealing: How.
+        batch: What the loader has loaded: this pass's records.
+        physical: What it is.
+    """
+    granule = dealing.granule or 1
+    plans = plan_batch(
+        physical.logical_size,
+        granule=granule,
+        ranks=dealing.ranks,
+        step=physical.step,
+        is_granular=dealing.granule is not None,
+        granules_per_pass=physical.max_rows and physical.max_rows // granule,
+        key=dealing.key,
+    )
+    dealing.plan = plan = plans[physical.index]
+    ids = plan.sample_ids
+    assert len(plans) == physical.num_passes
+    assert int((ids >= 0).sum()) == physical.num_samples
+    if dealing.granule is None:
+        longest = max(high - low for low, high in itertools.pairwise(plan.edges))
+        size = physical.max_rows or longest
+        most = max(1, min(size, longest - physical.index * size))
+        dealing.most_rows = rows_to_plan(dealing, most, physical.max_rows)
+        if dealing.has_fixed_size:
+            nobodys = (plan.num_granules,) * (dealing.most_rows - len(ids))
+            dealing.plan = plan = replace(plan, granule_ids=(*plan.granule_ids, *nobodys))
+            ids = plan.sample_ids
+        pieces = [(PLAIN, ids)]
+    else:
+        dealing.most_rows = granule
+        pieces = zip(plan.granule_ids, ids.split(granule), strict=True)
+    dealing.parts = [Part(number, each >= 0, len(each), each[each >= 0]) for number, each in pieces]
+    publish_plan(plan)
+    take_mean_was_used()
+    if dealing.granule is None and len(ids) == physical.num_samples:
+        return batch
+    leaves, spec = tree_flatten(batch, is_leaf=_is_column)
+    rows: list[Any] = [None] * len(leaves)  # zeros
+    if dealing.padding is not None:
+        rows, own = tree_flatten(dealing.padding, is_leaf=_is_column)
         if own != spec:
             raise BadInput(
                 f"collate_fn made {own} of padding_row and {spec} of records; give make_private a "
                 "padding_row as the data set gives records"
             )
-        return rows
+    padded = [
+        _padded(dealing, leaf, row, physical.num_samples, plan)
+        for leaf, row in zip(leaves, rows, strict=True)
+    ]
+    return tree_unflatten(padded, spec)
 
-    def rows_to_plan(self, num_rows: int, most: int | None = None) -> int:
-        """Return how many rows to plan clipping for, where a part has these on any rank.
 
-        Poisson sampling gives every batch another size, and to plan takes longer than a step. So
-        nearly all sizes share one plan, of the largest of them: what fits a memory budget then
-        fits it with fewer rows.
+def rows_to_plan(dealing: Dealing, num_rows: int, most: int | None = None) -> int:
+    """Return how many rows to plan clipping for, where a part has these on any rank.
 
-        Args:
-            num_rows: Rows of the longest part.
-            most: Most rows of these passes, if they are to have fewer than all may have.
-        """
-        if self.granule is not None:
-            return num_rows  # granules are all of one size
-        most = most or self.max_physical_batch_size
-        rows = -(-self._usual_size // self.ranks.size)
-        rows = rows if most is None else min(rows, most)
-        while rows < num_rows:
-            rows *= 2
-        return rows if most is None or num_rows > most else min(rows, most)
+    Poisson sampling gives every batch another size, and to plan takes longer than a step. So
+    nearly all sizes share one plan, of the largest of them: what fits a memory budget then
+    fits it with fewer rows.
 
-    def end(self) -> None:
-        """Let the last batch be no one's current one any more."""
-        if self.plan is not None and current_plan() is self.plan:
-            publish_plan(None)
+    Args:
+        dealing: How batches are presented.
+        num_rows: Rows of the longest part.
+        most: Most rows of these passes, if they are to have fewer than all may have.
+    """
+    if dealing.granule is not None:
+        return num_rows  # granules are all of one size
+    most = most or dealing.max_physical_batch_size
+    rows = -(-dealing.usual_size // dealing.ranks.size)
+    rows = rows if most is None else min(rows, most)
+    while rows < num_rows:
+        rows *= 2
+    return rows if most is None or num_rows > most else min(rows, most)
 
-    def _padded(self, leaf: Any, padding: Any, num_samples: int, plan: BatchPlan) -> Any:
-        if isinstance(leaf, list) and padding and len(leaf) == num_samples:
-            entries = iter(leaf)
-            return [next(entries) if is_real else padding[0] for is_real in plan.sample_ids >= 0]
-        if not isinstance(leaf, Tensor) or leaf.ndim <= self._dim:
-            return leaf
-        rows = self._rows_per_sample if leaf.shape[self._dim] != num_samples else 1
-        if leaf.shape[self._dim] != num_samples * rows:
-            raise BadInput(
-                f"expected {num_samples * rows} rows in dimension {self._dim} of every tensor of "
-                f"the batch, found {list(leaf.shape)}; make_private(batch_first=...) says where "
-                "they lie"
-            )
-        if plan.is_granular and self._dim:
-            raise BadInput("granules need samples in dimension 0 of every tensor: batch_first=True")
-        samples = leaf.movedim(self._dim, 0)
-        row = None if padding is None else _fitted(padding.movedim(self._dim, 0), samples)
-        if rows == 1:
-            return padded_rows(samples, plan, row).movedim(0, self._dim)
-        padded = padded_rows(samples.reshape(num_samples, rows, *samples.shape[1:]), plan, row)
-        return padded.flatten(0, 1).movedim(0, self._dim)
 
-    def loss_factor(self, part: Part, loss_reduction: str) -> float:
-        """What undoes the mean in the user's loss, so that gradients are those of single samples.
-
-        Args:
-            part: Rows that were computed together.
-            loss_reduction: `"mean"` or `"sum"`.
-        """
-        assert self.plan is not None
-        if loss_reduction == "sum":
-            if self.mean_was_used:
-                raise BadInput(
-                    "the loss was made by unison.batch_mean, a mean, and loss_reduction is 'sum'"
-                )
-            return 1.0
-        return float(max(1, self.plan.num_samples) if self.mean_was_used else part.num_rows)
+def _padded(dealing: Dealing, leaf: Any, padding: Any, num_samples: int, plan: BatchPlan) -> Any:
+    if isinstance(leaf, list) and padding and len(leaf) == num_samples:
+        entries = iter(leaf)
+        return [next(entries) if is_real else padding[0] for is_real in plan.sample_ids >= 0]
+    dim = dealing.batch_dim
+    if not isinstance(leaf, Tensor) or leaf.ndim <= dim:
+        return leaf
+    rows = dealing.rows_per_sample if leaf.shape[dim] != num_samples else 1
+    if leaf.shape[dim] != num_samples * rows:
+        raise BadInput(
+            f"expected {num_samples * rows} rows in dimension {dim} of every tensor of "
+            f"the batch, found {list(leaf.shape)}; make_private(batch_first=...) says where "
+            "they lie"
+        )
+    if plan.is_granular and dim:
+        raise BadInput("granules need samples in dimension 0 of every tensor: batch_first=True")
+    samples = leaf.movedim(dim, 0)
+    row = None if padding is None else _fitted(padding.movedim(dim, 0), samples)
+    if rows == 1:
+        return padded_rows(samples, plan, row).movedim(0, dim)
+    padded = padded_rows(samples.reshape(num_samples, rows, *samples.shape[1:]), plan, row)
+    return padded.flatten(0, 1).movedim(0, dim)
 
 
 def _is_column(value: Any) -> bool:

@@ -56,7 +56,16 @@ from unison.privacy.noise import (
     private_gradients,
     require_given,
 )
-from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch, gather_objects, meet
+from unison.privacy.sampling import (
+    Dealing,
+    Part,
+    PhysicalBatch,
+    current_plan,
+    gather_objects,
+    meet,
+    present,
+    publish_plan,
+)
 from unison.rng import Key, NoiseClock
 from unison.torch_internals import is_recording, saved_buffers
 
@@ -179,7 +188,7 @@ class PrivateTraining:
         loader: PrivateLoader,
         *,
         owner: ParallelAdapter,
-        dealing: BatchDealer,
+        dealing: Dealing,
         key: Key,
         mechanism: Mechanism,
         ledger: Ledger,
@@ -251,7 +260,8 @@ class PrivateTraining:
         for handle in self._handles:
             handle.remove()
         self.owner.detach()
-        self._dealing.end()
+        if self._dealing.plan is not None and current_plan() is self._dealing.plan:
+            publish_plan(None)  # the last batch is no one's current one any more
         self.loader.training = None
         self.ledger.close()
 
@@ -259,7 +269,7 @@ class PrivateTraining:
 
     def present(self, batch: Any, physical: PhysicalBatch) -> Any:
         """Hand a physical batch out; what the user's code does with it is followed from here on."""
-        presented = self._dealing.present(batch, physical)
+        presented = present(self._dealing, batch, physical)
         self._loss_check.begin(sum(part.num_rows for part in self._dealing.parts))
         self.recorder.begin(presented)
         return presented
@@ -364,7 +374,15 @@ class PrivateTraining:
         running = self.running(batch)
         grid = grid_of_pass(running.release, batch.logical_size, part.num_rows)
         clip_norm = running.release.max_grad_norm
-        factor = self._dealing.loss_factor(part, self.loss_reduction)
+        dealing, factor = self._dealing, 1.0  # what undoes the mean in the user's loss
+        if self.loss_reduction == "mean":
+            assert dealing.plan is not None
+            is_of_batch = dealing.mean_was_used
+            factor = float(max(1, dealing.plan.num_samples) if is_of_batch else part.num_rows)
+        elif dealing.mean_was_used:
+            raise BadInput(
+                "the loss was made by unison.batch_mean, a mean, and loss_reduction is 'sum'"
+            )
         whole = self.owner.whole_norms(norms)
         scaled = NormTable.of(whole, part.num_rows).scaled(factor)
         total = scaled.total()
