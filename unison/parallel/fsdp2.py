@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unison.capture import Capture
 from unison.capture.capture import PLACING
@@ -64,10 +64,14 @@ class FSDP2(ParallelAdapter):
         UnsupportedOperation: Parameters are cut in any other way than by rows.
     """
 
-    def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
+    can_repeat = False
+    runs_together = True
+
+    def _find_params(self) -> None:
+        module = self.module
         show_shards(module)
         self._ordered = [each for each in module.modules() if ordered_model_of(each) is not None]
-        super().__init__(module, is_ordered=is_ordered or bool(self._ordered))
+        self.is_ordered |= bool(self._ordered)
         trained = trained_params(module)
         mesh = _shared_mesh(trained, [child for _, child in fsdp2_modules(module)])
         axes = Axes.of(mesh)

@@ -77,16 +77,16 @@ class TensorParallel(ParallelAdapter):
         UnsupportedOperation: Parameters lie on the ranks in a way that is not known.
     """
 
-    can_repeat = True
+    runs_together = True
     computes_with_dtensors = True
     why_uncompiled: str | None = (
         "what parallelize_module has cut computes with distributed tensors, whose parts no rule "
         "takes while a graph is traced"
     )
 
-    def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
+    def _find_params(self) -> None:
+        module = self.module
         refuse_compiled(module.named_modules())
-        super().__init__(module, is_ordered=is_ordered)
         self.everyone, self.ranks, self._tensor = _axes(_shared_mesh(module))
         self.params = [_part(name, each) for name, each in trained_params(module).items()]
         self.device = self.params[0].parameter.device
