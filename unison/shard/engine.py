@@ -46,7 +46,7 @@ from unison.shard.deal import (
     without_plan,
 )
 from unison.shard.each_granule import call_each_granule, granular_pass, holds_cache
-from unison.shard.flat_group import PLAIN, StoragePhase, per_granule, watch_compiled
+from unison.shard.flat_group import PLAIN, per_granule, watch_compiled
 from unison.shard.granules import (
     Bypassed,
     PerGranule,
@@ -256,7 +256,7 @@ class Context:
     def has_to_gather(self) -> bool:
         """Whether a pass would gather anything: not while all modules are `unshard()`ed."""
         groups = (group for unit in self.units for group in unit.groups)
-        return any(not each.is_alias and each.phase is StoragePhase.SHARDED for each in groups)
+        return any(not each.is_alias and each.phase == "sharded" for each in groups)
 
     def keeps_full(self, unit: Unit) -> bool:
         """Whether a unit's parameters stay after its forward pass."""

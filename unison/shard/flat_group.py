@@ -28,9 +28,8 @@ in one process.
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -299,14 +298,6 @@ def is_piece(parameter: Tensor) -> bool:
     return isinstance(parameter, ShardedTensor) or hasattr(parameter, PIECE)
 
 
-class StoragePhase(Enum):
-    """What a flat buffer holds at the moment."""
-
-    SHARDED = auto()  # `full` has no memory
-    GATHERING = auto()  # a collective is writing `full`
-    FULL = auto()  # `full` holds the parameters
-
-
 Use = tuple[nn.Module, str]
 """A module and the attribute at which it holds a parameter; a tied parameter has several."""
 
@@ -325,11 +316,13 @@ class FlatGroup:
         device: Where the parameters compute.
         parts: This rank's elements of each parameter, as plain views of the shard, or in memory of
             their own (see `_leave_shard`).
+        phase: What `full` holds: nothing, what a collective is writing, or the parameters.
         bases: The parameters as plain views of `full`, which may have no memory at the moment.
         recipes: How to make each parameter's initial values, where it was built without memory.
     """
 
     unit: Any  # whose parameters they are; set when the unit takes its groups
+    phase: Literal["sharded", "gathering", "full"]
 
     def __init__(
         self,
@@ -390,14 +383,14 @@ class FlatGroup:
             self.full = self.shard.detach()
             flat = self.parts
             self.full_bytes = 0
-            self.phase = StoragePhase.FULL
+            self.phase = "full"
         else:
             length, dtype = self.layout.padded_length, self.compute_dtype
             self.full = torch.empty(length, dtype=dtype, device=device)
             flat = [self.full.data.narrow(0, slot.offset, slot.numel) for slot in self.slots]
             self.full_bytes = self.full.untyped_storage().nbytes()
             self.full.untyped_storage().resize_(0)
-            self.phase = StoragePhase.SHARDED
+            self.phase = "sharded"
         self._work: Work = DONE
         self.gathered_versions: tuple[int, ...] = ()  # what `full` holds, or held last
         self._sent: Tensor | None = None  # what a running gather reads
@@ -556,7 +549,7 @@ class FlatGroup:
     def start_gather(self) -> None:
         """Begin to fill `full`, unless it holds, or is getting, the current values."""
         versions = self.versions
-        if self.phase is not StoragePhase.SHARDED:
+        if self.phase != "sharded":
             if self.is_alias or self.gathered_versions == versions:
                 return
             self.free()  # an optimizer stepped since: what is there is stale
@@ -574,7 +567,7 @@ class FlatGroup:
         else:
             self._sent = self._part_to_send()
             self._work = self.ranks.gather(self.full.data, self._sent)
-        self.phase = StoragePhase.GATHERING
+        self.phase = "gathering"
 
     def _part_to_send(self) -> Tensor:
         """This rank's part as a gather takes it: on the device, in the computing dtype."""
@@ -599,16 +592,16 @@ class FlatGroup:
     def finish_gather(self) -> None:
         """Wait until `full` holds the parameters."""
         self.start_gather()
-        if self.phase is StoragePhase.GATHERING:
+        if self.phase == "gathering":
             self._work.wait()
             self._work, self._sent = DONE, None
-            self.phase = StoragePhase.FULL
+            self.phase = "full"
 
     def free(self) -> None:
         """Give the memory of `full` back."""
         if self.is_alias:
             return
-        if self.phase is StoragePhase.GATHERING:
+        if self.phase == "gathering":
             self._work.wait()
             self._work, self._sent = DONE, None
         if not self.full.untyped_storage().resizable():
@@ -618,11 +611,11 @@ class FlatGroup:
                 "first: parameter.detach().clone().numpy()"
             )
         self.full.untyped_storage().resize_(0)
-        self.phase = StoragePhase.SHARDED
+        self.phase = "sharded"
 
     def free_after_forward(self) -> None:
         """Give memory back until the backward pass, keeping a larger part where that was asked."""
-        if self._neighbours is not None and self.phase is StoragePhase.FULL and self.ranks.size > 1:
+        if self._neighbours is not None and self.phase == "full" and self.ranks.size > 1:
             parts = self.full.detach().view(self._neighbours.size, -1)
             self._kept = {self.gathered_versions: parts[self._neighbours.rank].clone()}
         self.free()

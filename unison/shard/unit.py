@@ -17,7 +17,6 @@ from unison.shard.flat_group import (
     RECOMPUTE,
     FlatGroup,
     NamedParameter,
-    StoragePhase,
     UnitOptions,
     Use,
     per_granule,
@@ -426,9 +425,7 @@ class Unit:
 
     def reach(self) -> None:
         """Have the parameters for a backward pass, which need not come through the outputs."""
-        if self._hidden is None or any(
-            group.phase is not StoragePhase.FULL for group in self.groups
-        ):
+        if self._hidden is None or any(group.phase != "full" for group in self.groups):
             self.begin_backward()
             self.context.reached(self)
 

@@ -40,7 +40,6 @@ from unison.shard.guard.records import (
     Journal,
     RankLost,
     RankState,
-    Status,
     caller,
     examine,
     identity,
@@ -168,7 +167,7 @@ class Guard:
         self._watcher: Any = None  # a `Watcher`, while several ranks are guarded
         self._verdict: UnisonError | None = None
         self._decided, self._delivered = threading.Event(), threading.Event()
-        self._status, self._note = Status.INSIDE, ""
+        self._status, self._note = "inside", ""
         self._stack: list[str] = []
         self._waiting: CollectiveCall | None = None
         self._thread = 0
@@ -233,7 +232,7 @@ class Guard:
             if self._watcher is not None:
                 self._leave(error, trace)
         finally:
-            self._status = Status.LEFT if error is None else Status.FAILED
+            self._status = "left" if error is None else "failed"
             self._detach()
         if self._verdict is None:
             return
@@ -249,14 +248,14 @@ class Guard:
         """Say that this rank leaves, and linger so that nobody is missed while it can be told."""
         if error is None:
             self._stack = lines_of(caller(sys._getframe(2))[1])
-            self._status, seconds = Status.LEAVING, self._timeout
+            self._status, seconds = "leaving", self._timeout
         else:
             while trace is not None and trace.tb_next is not None:
                 trace = trace.tb_next
             self._stack = lines_of(caller(trace.tb_frame if trace else sys._getframe(2))[1])
             self._note = f"{type(error).__name__}: {error}".partition("\n")[0]
             # Long enough for the others to read it; a broken connection deserves an explanation.
-            self._status, seconds = Status.FAILED, _GRACE
+            self._status, seconds = "failed", _GRACE
             if _is_lost_peer(error):
                 self._watcher.hint()
                 seconds = self._patience + _GRACE
@@ -463,7 +462,7 @@ class Guard:
             self._journals[call.group].add(call)
         self._beat += 1
         waiting, stack = self._waiting, self._stack
-        if self._status is Status.INSIDE:
+        if self._status == "inside":
             frame = sys._current_frames().get(self._thread)
             stack = lines_of(waiting.stack if waiting else caller(frame)[1])
         return {
@@ -603,7 +602,7 @@ class Watcher(threading.Thread):
             return True
         states = [self._states.get(r) for r in self._others]
         return any(s["everyone_left"] for s in states if s) or all(
-            s is not None and s["status"] != Status.INSIDE for s in states
+            s is not None and s["status"] != "inside" for s in states
         )
 
     # ---- the thread ---------------------------------------------------------------------------
@@ -694,7 +693,7 @@ class Watcher(threading.Thread):
         now = time.monotonic()
         silence = min(self._silence, _SILENCE_AFTER_A_HINT) if self._is_hinted else self._silence
         for rank, state in self._states.items():
-            if state["status"] != Status.INSIDE:
+            if state["status"] != "inside":
                 continue
             if is_dead(state["identity"]):
                 return Finding((rank,), why=f"its process {state['identity'][1]} has ended")
@@ -705,7 +704,7 @@ class Watcher(threading.Thread):
             # Of a lost store rank 0 is to blame, its host, unless a launcher hosts it or it left.
             host = self._states.get(0)
             by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            if self._rank == 0 or by_launcher or (host and host["status"] != Status.INSIDE):
+            if self._rank == 0 or by_launcher or (host and host["status"] != "inside"):
                 return None
             return Finding((0,), why="the store it hosts no longer answers")
         absent = [r for r in self._whom() if r not in self._states]
@@ -738,7 +737,7 @@ class Watcher(threading.Thread):
 
     def _answers(self, rank: int) -> bool:
         state = self._states.get(rank)
-        return state is None or state["status"] in (Status.INSIDE, Status.LEAVING)
+        return state is None or state["status"] in ("inside", "leaving")
 
     def _agreed(self, kind: str, message: str) -> UnisonError:
         """Take the verdict that all ranks take, and let the others read it first if we may host."""

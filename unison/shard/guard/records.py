@@ -5,7 +5,6 @@ they are. Text, line numbers and digests are made of it later, by the watching t
 talks to a thread, or to a store: states go in, a finding or a text comes out.
 """
 
-import enum
 import functools
 import hashlib
 import os
@@ -239,20 +238,13 @@ class RankLost(UnisonError):
     """A rank died, or has given no sign of life for too long."""
 
 
-class Status(enum.StrEnum):
-    """Where a rank is in its guarded block; only INSIDE can still call collectives."""
-
-    INSIDE = "inside"
-    LEAVING = "leaving"  # done, and waiting a moment for the others
-    LEFT = "left"
-    FAILED = "failed"  # left by an exception of the user's
-
-
 RankState = dict[str, Any]
 """What one rank says of itself in a heartbeat, as JSON holds it.
 
 - `beat` counts up: a rank whose beat stands still is silent.
-- `status` is where it is in its guarded block; `note` how it left, where it failed.
+- `status` is where it is in its guarded block: "inside", where alone it can still call collectives;
+  "leaving", done and waiting a moment for the others; "left"; or "failed", left by an exception of
+  the user's, of which `note` tells.
 - `stack` is its own Python location, innermost first.
 - `waiting` is the group and number of the collective it waits for.
 - `identity` is machine, process id and start time, to see from next door whether it lives.
@@ -321,7 +313,7 @@ def examine(
             behind[name, rank] = last[rank], since
             if now - since > patience:
                 late.append(rank)
-        found = [r for r in lagging if states[r]["status"] != Status.INSIDE] or late
+        found = [r for r in lagging if states[r]["status"] != "inside"] or late
         if found:
             # The first collective that is missing is the one whose callers wait.
             return Finding(tuple(sorted(found)), name, min(last[r] for r in found) + 1)
@@ -374,7 +366,7 @@ def message_of(
         number, sites = found
         shown = ", ".join(f"rank {r} at {site}" for r, site in list(sites.items())[:4])
         parts.append(f"  The call sites first part at number {number}: {shown}.")
-    is_inside = any(states[r]["status"] == Status.INSIDE for r in finding.ranks)
+    is_inside = any(states[r]["status"] == "inside" for r in finding.ranks)
     parts.append(_REMEDY + (_SLOW if is_inside and not finding.is_mismatch else ""))
     return "\n".join(parts)
 
@@ -409,12 +401,12 @@ def _paragraph(rank: int, finding: Finding, state: RankState | None, detail: Det
         text, stack, _ = calls[str(finding.number)]
         return [f"number {finding.number}: {text} at {stack[0]}", *map("from {}".format, stack[1:])]
     match state["status"]:
-        case Status.INSIDE if waiting is not None and waiting[0] in state["groups"]:
+        case "inside" if waiting is not None and waiting[0] in state["groups"]:
             group, number = waiting
             lines = [f"waiting in number {number} of {_group(group)}, called at {stack[0]}"]
-        case Status.INSIDE:
+        case "inside":
             lines = [f"not in a collective, at {stack[0]}"]
-        case Status.FAILED:
+        case "failed":
             lines = [f"left the guard with {state['note']} at {stack[0]}"]
         case _:
             lines = [f"left the guard at {stack[0]}"]
