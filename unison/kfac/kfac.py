@@ -34,7 +34,6 @@ from unison.parallel.exchange import (
     OwnerSums,
     SharedBlocks,
     added,
-    broadcast_object,
     gather_rows,
     largest,
 )
@@ -437,8 +436,8 @@ class KFAC:
                 if self._last_update is None:
                     rows = added(ranks, self._device, sum(each.num_real for each in passes))
                     found = self._recorder.find_layers(passes[0], *rows)
-                    self._take_layers(broadcast_object(ranks, 0, found))
-                like, edges = self._routes.like, passes[0].rows.edges
+                    self._take_layers(ranks.broadcast_object(found))
+                like, edges = self._routes.like, passes[0].edges
                 self._is_ordered = bool(edges)
                 is_folded = not self._is_together  # what is sent, or kept for many granules
                 shapes = [sum_shapes(each, self.config, is_folded) for each in self.layers]
@@ -647,7 +646,7 @@ class KFAC:
                 parts = gather_objects(ranks, own)
                 tensors = {key: each for part in parts for key, each in part.items()}
             else:
-                tensors = broadcast_object(ranks, first, own)
+                tensors = ranks.broadcast_object(own, first)
             layers.append({"layer": layer.as_dict(), "tensors": tensors})
         return {**self._progress(), "layers": layers}
 
