@@ -24,7 +24,6 @@ from unison.shard.deferred.recorder import (
     recipe_of,
 )
 from unison.shard.deferred.tape import (
-    Geometry,
     Operand,
     Streams,
     evaluate,
@@ -176,10 +175,10 @@ def _check(place: ModuleTensor) -> None:
             )
         return
     operand = recipe.operand
-    if operand.geometry.shape != tensor.shape:
+    if operand.shape != tensor.shape:
         raise BadInput(
             f"it has shape {list(tensor.shape)}, but was built with shape "
-            f"{list(operand.geometry.shape)}; change it inside unison.meta_init()"
+            f"{list(operand.shape)}; change it inside unison.meta_init()"
         )
     is_labelled = isinstance(getattr(tensor, RECIPE, None), InitRecipe)
     if is_labelled and tensor.is_meta and tensor._version != recipe.num_writes:
@@ -192,7 +191,7 @@ def _check(place: ModuleTensor) -> None:
             "it is a parameter as it was before fully_shard; look parameters up by their own "
             "attributes instead of keeping them in another one"
         )
-    if place.is_parameter and operand.op is None and operand.geometry.numel:
+    if place.is_parameter and operand.op is None and operand.numel:
         raise BadInput(
             "it was made with torch.empty and never given a value; initialise it inside "
             "unison.meta_init()"
@@ -207,11 +206,11 @@ def _check(place: ModuleTensor) -> None:
 
 def _refuse_shared_parameters(places: list[ModuleTensor]) -> None:
     """Refuse a parameter whose memory is also that of another tensor: filled apart, they differ."""
-    by_buffer: dict[object, list[tuple[ModuleTensor, Geometry]]] = {}
+    by_buffer: dict[object, list[tuple[ModuleTensor, Operand]]] = {}
     for place in places:
         if place.recipe is not None and place.tensor.is_meta:
             operand = place.recipe.operand
-            by_buffer.setdefault(operand.buffer, []).append((place, operand.geometry))
+            by_buffer.setdefault(operand.buffer, []).append((place, operand))
     for sharing in by_buffer.values():
         for (first, a), (second, b) in itertools.combinations(sharing, 2):
             if (first.is_parameter or second.is_parameter) and _overlap(a, b):
@@ -221,7 +220,7 @@ def _refuse_shared_parameters(places: list[ModuleTensor]) -> None:
                 )
 
 
-def _overlap(a: Geometry, b: Geometry) -> bool:
+def _overlap(a: Operand, b: Operand) -> bool:
     """Whether two tensors on one storage have an element in common."""
     if a.offset >= b.end or b.offset >= a.end:
         return False
@@ -312,7 +311,7 @@ def _fill_part(tensor: Any, operand: Operand, name: str, streams: Streams) -> No
         return
     box = [slice(first, first + size) for first, size in zip(start, shape, strict=True)]
     # Its elements as of the whole: a cut along the first dim leaves them in one run.
-    strides = Geometry.of(torch.empty(tensor.shape, device="meta")).stride
+    strides = torch.empty(tensor.shape, device="meta").stride()
     first = sum(a * stride for a, stride in zip(start, strides, strict=True))
     last = sum((each.stop - 1) * stride for each, stride in zip(box, strides, strict=True))
     if last - first + 1 == part.numel():
@@ -367,13 +366,13 @@ def _filled_together(
         tensor = _filled(place, streams, device)
         return [tensor.requires_grad_(place.tensor.requires_grad)]
     operands = [place.recipe.operand for place in places if place.recipe is not None]
-    largest = max(operands, key=lambda operand: operand.geometry.end)
+    largest = max(operands, key=lambda operand: operand.end)
     storage = evaluate(largest, streams).untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
     moved = flat.to(device).untyped_storage()
     tensors = []
     for place, operand in zip(places, operands, strict=True):
-        view = operand.geometry.on(moved).requires_grad_(place.tensor.requires_grad)
+        view = operand.on(moved).requires_grad_(place.tensor.requires_grad)
         vars(view).update(foreign_attributes(place.tensor))
         setattr(view, RECIPE, place.recipe)
         tensors.append(view)

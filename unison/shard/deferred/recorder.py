@@ -32,7 +32,6 @@ from unison.rng.inits import Constant, Init, TruncatedNormal
 from unison.shard.deferred.tape import (
     FORMULAS,
     MAKES_BLANK,
-    Geometry,
     Op,
     Operand,
     describe,
@@ -231,7 +230,7 @@ def to_operand(leaf: Any) -> Any:
 def _blank_if_covered(target: Tensor) -> Operand:
     """The operand of something that is written and not read: what it covers need not be made."""
     operand = _known(target)
-    if operand.geometry.covers(target.untyped_storage().nbytes()):
+    if operand.covers(target.untyped_storage().nbytes()):
         return replace(operand, op=None)
     return operand
 
@@ -242,8 +241,8 @@ def _constant_of(source: Tensor, dtype: torch.dtype) -> Init | None:
     op = None if operand is None else operand.op
     if operand is None or op is None or not isinstance(op.call, Constant):
         return None
-    filled = op.args[0].geometry
-    is_all = filled.is_contiguous and filled.offset == 0 and filled.end >= operand.geometry.end
+    filled = op.args[0]
+    is_all = filled.is_contiguous and filled.offset == 0 and filled.end >= operand.end
     return op.call if is_all and filled.dtype == source.dtype == dtype else None
 
 
@@ -449,11 +448,11 @@ def _copied(original: Tensor, memo: dict[Any, Any]) -> Tensor:
             if id(op) not in memo:
                 memo.update((id(tensor), tensor) for tensor in op.leaves(Tensor))
                 copy.deepcopy(op, memo).serial = next(serials)
-        operand, geometry = copy.deepcopy(recipe.operand, memo), Geometry.of(twin)
+        operand = copy.deepcopy(recipe.operand, memo)
         buffer, op = operand.buffer, operand.op
-        if operand.geometry != geometry:
+        if operand != Operand.of(twin):
             buffer = object()
-            fresh = (Operand(buffer, None, geometry),)
+            fresh = (Operand.of(twin, buffer),)
             op = Op(aten._to_copy.default, (operand,), {"dtype": twin.dtype}, fresh)
         set_version(twin, buffer, op)
     if isinstance(original, nn.Parameter):  # torch's own copies of these have no attributes either
