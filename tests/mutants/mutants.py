@@ -155,7 +155,7 @@ _PRIVACY = [
 _SHARD = [
     ("FastReducer.__init__", "like.new_zeros(", "like.new_ones("),
     ("FastReducer.take", "used or gradient is not None", "gradient is not None"),
-    ("FastReducer.finish", "self._axes.replicas.sum_(self._gradient)", "pass"),
+    ("FastReducer.finish", "self._ranks.replicas.sum_(self._gradient)", "pass"),
     ("OrderedReducer.put", "granule < self._mine[1]", "granule <= self._mine[1]"),
     ("SubtreeSum.fill", "set(range(self._low, self._high)) - self.seen", "()"),
     ("OrderedReducer._across_replicas", "padded.view(replicas.size, width)", "padded[:width]"),

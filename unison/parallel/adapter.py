@@ -32,7 +32,7 @@ from unison.shard.flat_group import PLAIN, RECOMPUTE
 from unison.shard.fsdp2 import set_attribute
 from unison.shard.granules import PerGranule, refuse_reentrant
 from unison.shard.layout import FlatLayout, Slot
-from unison.shard.ranks import Axes, Ranks, checksum, same_on_every_rank
+from unison.shard.ranks import Ranks, checksum, same_on_every_rank
 from unison.shard.reducers import FastReducer, Parts
 from unison.shard.sharded_tensor import ShardedTensor, local_part
 from unison.shard.unit import Unit, unit_of
@@ -214,7 +214,7 @@ class GroupSums:
 
     Args:
         params: The parameters, one per slot of the layout.
-        axes: The ranks.
+        ranks: Everyone.
         layout: Where the sums lie in the buffer that is exchanged; None for lines, as FSDP2 lays
             gradients out: see [Note: lines] in fsdp2.py.
         device: Where it is.
@@ -223,22 +223,22 @@ class GroupSums:
     def __init__(
         self,
         params: Sequence[ShardedParam],
-        axes: Axes,
+        ranks: Ranks,
         layout: FlatLayout | None,
         device: torch.device,
     ) -> None:
         self._params, self.names = params, [each.name for each in params]
         self._widths = [each.ranges[0][1] for each in params] if layout is None else None
         if self._widths is not None:  # to the reducer, all lines together are one parameter
-            length = axes.shard.size * sum(self._widths)
+            length = ranks.shard.size * sum(self._widths)
             layout = FlatLayout(
-                (Slot("lines", (length,), 0),), length, axes.shard.size, alignment=1
+                (Slot("lines", (length,), 0),), length, ranks.shard.size, alignment=1
             )
         assert layout is not None
-        self._axes, self._layout = axes, layout
+        self._ranks, self._layout = ranks, layout
         self.numel = sum(each.numel for each in params)
         self._like = torch.empty(0, dtype=torch.int64, device=device)
-        self._is_alone = axes.all.size == 1  # nothing is exchanged
+        self._is_alone = ranks.size == 1  # nothing is exchanged
         self.drop()
 
     def take(self, granules: Sequence[int], make_sums: MakeSums, dtype: torch.dtype) -> None:
@@ -253,7 +253,7 @@ class GroupSums:
                 self._add(sums)
                 continue
             if self._reducer is None:
-                self._reducer = FastReducer(self._layout, self._axes, self._like)
+                self._reducer = FastReducer(self._layout, self._ranks, self._like)
             self._reducer.take(granule, sums)
 
     def _lines(self, sums: Parts) -> Tensor:  # [ranks * length of a line]
@@ -263,7 +263,7 @@ class GroupSums:
             for each, total in zip(self._params, sums, strict=True)
             if each.numel
         ]
-        size = self._axes.shard.size
+        size = self._ranks.shard.size
         return torch._chunk_cat(wholes, 0, size).view(-1) if wholes else self._like.new_zeros(0)
 
     def start(self, *, is_last: bool) -> bool:
@@ -272,7 +272,7 @@ class GroupSums:
         Returns:
             Whether there is anything to `finish`.
         """
-        if self._reducer is None or not (is_last or self._axes.shard.size > 1):
+        if self._reducer is None or not (is_last or self._ranks.shard.size > 1):
             return False
         self._reducer.start()
         return True
@@ -292,7 +292,7 @@ class GroupSums:
 
     def take_totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         """Hand out what this rank holds of each sum; zeros where nobody used a parameter."""
-        rank = self._axes.shard.rank
+        rank = self._ranks.shard.rank
         totals = [
             self._like.new_zeros(stop - start) if total is None else total
             for total, (start, stop, _) in zip(self._totals, self._layout.pieces[rank], strict=True)
@@ -316,13 +316,13 @@ def in_buckets(params: Sequence[ShardedParam], ranks: Ranks) -> list[GroupSums]:
         params: In an order that every rank shares.
         ranks: The ranks whose sums are added; each has other samples.
     """
-    axes = Axes(all=ranks, shard=Ranks(None), replicas=ranks)
+    copies = Ranks(ranks.group, shard=Ranks(None), replicas=ranks)
     most = BYTES_PER_BUCKET if ranks.size > 1 else math.inf
     found = []
     for (_, device), alike in groupby(params, lambda p: (p.parameter.dtype, p.parameter.device)):
         for bucket in buckets(alike, lambda each: 4 * (each.stop - each.start), most):
             held = [(each.name, each.cut.sides if each.cut else each.shape) for each in bucket]
-            found.append(GroupSums(bucket, axes, FlatLayout.of(held), device))
+            found.append(GroupSums(bucket, copies, FlatLayout.of(held), device))
     return found
 
 
@@ -659,8 +659,8 @@ class Units(ParallelAdapter):
             )
         self.is_ordered = root.options.reducer == "ordered"
         self._root, self._units = root, context_of(root).units
-        self.ranks = self.everyone = root.axes.all
-        self.num_places = root.axes.shard.size
+        self.ranks = self.everyone = root.ranks
+        self.num_places = root.ranks.shard.size
         self.device = next(group.device for unit in self._units for group in unit.groups)
         self._names = {
             id(piece): canonical_name(name) for name, piece in self.module.named_parameters()
@@ -669,13 +669,13 @@ class Units(ParallelAdapter):
         self._of_unit: dict[Unit, list[GroupSums]] = {}
         for group in (group for unit in self._units for group in unit.trainable):
             params = [
-                ShardedParam(self._names[id(piece)], piece, slot.shape, own, root.axes.shard.rank)
+                ShardedParam(self._names[id(piece)], piece, slot.shape, own, root.ranks.shard.rank)
                 for piece, slot, own in zip(
                     group.pieces, group.slots, group.layout.ranges, strict=True
                 )
             ]
             found.update({id(each.parameter): each for each in params})
-            self._sums.append(GroupSums(params, group.axes, group.layout, group.device))
+            self._sums.append(GroupSums(params, group.ranks, group.layout, group.device))
             self._of_unit.setdefault(group.unit, []).append(self._sums[-1])
         self.params = [found[id(piece)] for piece in self.module.parameters() if id(piece) in found]
         # The backward pass reaches the last units first, and so did their gradients before.

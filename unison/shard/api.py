@@ -28,7 +28,7 @@ from unison.shard.flat_group import (
     UnitOptions,
     is_piece,
 )
-from unison.shard.ranks import DONE, Axes, Work
+from unison.shard.ranks import DONE, Ranks, Work
 from unison.shard.sharded_tensor import HeldGradient, ShardedTensor, shard_of, show_shards
 from unison.shard.unit import TAKEN_BY, UNIT_ATTRIBUTE, Unit, unit_of, units_of
 from unison.torch_internals import canonical_name, has_values, is_dtensor
@@ -94,10 +94,10 @@ def fully_shard(
             "reshard_after_forward must be True, False or a number, found "
             f"{reshard_after_forward!r}"
         )
-    axes = Axes.of(mesh)
+    ranks = Ranks.of(mesh)
     if not isinstance(reshard_after_forward, bool):
-        axes.shard.neighbours(reshard_after_forward)  # refuses what does not divide the ranks
-    divisor = axes.all.size if gradient_divisor == "world_size" else gradient_divisor
+        ranks.shard.neighbours(reshard_after_forward)  # refuses what does not divide the ranks
+    divisor = ranks.size if gradient_divisor == "world_size" else gradient_divisor
     if isinstance(divisor, str):
         raise BadInput(f"gradient_divisor must be 'world_size' or a number, found {divisor!r}")
     check.positive(gradient_divisor=divisor)
@@ -116,7 +116,7 @@ def fully_shard(
     parameters = collect_parameters(module)
     if not parameters and not any(unit_of(child) for child in module.modules()):
         raise BadInput(f"{type(module).__name__} has no parameters to shard")
-    unit = Unit(module, parameters, axes, options, _device_of(mesh, parameters))
+    unit = Unit(module, parameters, ranks, options, _device_of(mesh, parameters))
     _cast_buffers(module, options.precision)
     module.__dict__[UNIT_ATTRIBUTE] = unit
     install(unit)

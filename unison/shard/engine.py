@@ -88,7 +88,7 @@ def check_same_model(units: list[Unit]) -> None:
                 name = f"{unit.name}: {slot.name}"
                 items[name] = (slot.shape, group.dtype, group.requires_grad)
                 starts[f"initial values of {name}"] = start
-    everyone = units[0].axes.all
+    everyone = units[0].ranks
     compare_across_ranks("the sharded model", items, everyone.group)
     # Ranks whose models were built from different seeds would each keep a part of another one.
     device = next((group.device for unit in units for group in unit.groups), None)
@@ -196,9 +196,7 @@ class Context:
         device = next(group.device for each in self.units for group in each.groups)
         names = [each.name for each in self.units]
         try:
-            compare_ways(
-                self.root.axes.all, what, names, None if unit is None else unit.name, device
-            )
+            compare_ways(self.root.ranks, what, names, None if unit is None else unit.name, device)
         except UnsupportedOperation:
             self.abandon()
             raise
@@ -232,7 +230,7 @@ class Context:
         if not self._has_compared_data and torch.is_grad_enabled():
             self._has_compared_data = True
             if plan_of(inputs) is None and current_plan() is None:
-                warn_of_same_data(self.root.axes.all, inputs)
+                warn_of_same_data(self.root.ranks, inputs)
 
     def note_forward(self, unit: Unit) -> int:
         """Put a unit into the order of the forward pass, and start to gather its successor.
@@ -405,7 +403,7 @@ class Context:
         # What this rank used itself it gets in any case: a unit that was summed twice may have
         # used it in one of the two sums only.
         used = {place for unit in units for place in unit.used}
-        everyone = self.root.axes.all
+        everyone = self.root.ranks
         if everyone.size > 1 and places:
             own = [place in used for place in places]
             flags = flags_of_all(everyone, own, groups[0].device)
@@ -523,7 +521,7 @@ def _run_forward(
     if is_evaluation and context.has_to_gather and has_values():
         # Some run it on one rank alone, or for more batches than on others.
         what = f"a forward pass of {unit.name!r} without gradients"
-        meet(unit.axes.shard, what, may_be_late=True)
+        meet(unit.ranks.shard, what, may_be_late=True)
     context.check_first_use((args, kwargs))
     if unit.is_plain and num_granules_of((args, kwargs)) == 0:
         if unit is context.root and not is_recompute:

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_iter
 from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.granules import PerGranule, refuse_reentrant
 from unison.shard.layout import FlatLayout, Placement
-from unison.shard.ranks import DONE, Axes, Ranks, Work
+from unison.shard.ranks import DONE, Ranks, Work
 from unison.shard.sharded_tensor import HeldGradient, ShardedTensor, local_part, shard_of
 from unison.torch_internals import GATHERED, has_values
 
@@ -309,7 +309,7 @@ class FlatGroup:
     """Parameters of one unit that share dtype and `requires_grad`.
 
     Attributes:
-        axes: The ranks: `axes.shard` share this buffer, `axes.replicas` hold the same part.
+        ranks: Everyone: `ranks.shard` share this buffer, `ranks.replicas` hold the same part.
         dtype: Of the shard, the pieces and their gradients.
         compute_dtype: Of `full` and the leaves.
         reduce_dtype: In which gradients are summed.
@@ -327,16 +327,16 @@ class FlatGroup:
     def __init__(
         self,
         parameters: list[NamedParameter],
-        axes: Axes,
+        ranks: Ranks,
         options: UnitOptions,
         device: torch.device | None = None,
     ) -> None:
         names, values, uses = zip(*parameters, strict=True)
         first: nn.Parameter = values[0]
-        self.axes, self.ranks = axes, axes.shard
+        self.ranks = ranks
         self._neighbours: Ranks | None = None  # who shares parameters until the backward pass
         if not isinstance(options.reshard_after_forward, bool):
-            self._neighbours = axes.shard.neighbours(options.reshard_after_forward)
+            self._neighbours = ranks.shard.neighbours(options.reshard_after_forward)
         self._offload, self._is_ordered = options.offload, options.reducer == "ordered"
         self.dtype = first.dtype
         self.compute_dtype = options.precision.param_dtype(self.dtype)
@@ -345,7 +345,7 @@ class FlatGroup:
         self.uses: tuple[list[Use], ...] = uses
         self.recipes = [getattr(value, RECIPE, None) for value in values]
         shapes = zip(names, [value.shape for value in values], strict=True)
-        self.layout = FlatLayout.of(shapes, self.ranks.size)
+        self.layout = FlatLayout.of(shapes, self.ranks.shard.size)
         self.slots = self.layout.slots
         self._make_memory(device or first.device)
         self.pieces = [self._make_piece(index) for index in range(len(values))]
@@ -358,7 +358,7 @@ class FlatGroup:
                 value = value.reshape(-1)[placement.start : placement.stop]
             local_part(piece.data).copy_(value)
         self._attributes = [vars(piece) for piece in self.pieces]
-        self._start = [_sum_of_bits(value) for value in real if axes.all.size > 1]
+        self._start = [_sum_of_bits(value) for value in real if ranks.size > 1]
         self._start_versions = self.versions
 
     def _make_memory(self, device: torch.device) -> None:
@@ -375,9 +375,9 @@ class FlatGroup:
             pin_memory=is_hosted and self._pins,
         )
         is_one_dtype = self.compute_dtype == self.dtype
-        self.is_alias = self.ranks.size == 1 and is_one_dtype and not is_hosted
+        self.is_alias = self.ranks.shard.size == 1 and is_one_dtype and not is_hosted
         # Each through a `.data` of its own: see [Note: one version per parameter].
-        pieces = self.layout.pieces[self.ranks.rank]
+        pieces = self.layout.pieces[self.ranks.shard.rank]
         self.parts = [self.shard.data.narrow(0, at, stop - start) for start, stop, at in pieces]
         if self.is_alias:
             self.full = self.shard.detach()
@@ -412,7 +412,7 @@ class FlatGroup:
         return is_asked and torch.cuda.is_available()
 
     def _make_piece(self, index: int) -> nn.Parameter:
-        size, slot, local = self.ranks.size, self.slots[index], self.parts[index]
+        size, slot, local = self.ranks.shard.size, self.slots[index], self.parts[index]
         is_trainable = local.is_floating_point() or local.is_complex()  # if not now, then later
         if size == 1:
             whole = nn.Parameter(local.view(slot.shape), requires_grad=is_trainable)
@@ -422,7 +422,7 @@ class FlatGroup:
             slot.name,
             slot.shape,
             self.layout.ranges[index],
-            self.ranks,
+            self.ranks.shard,
             self.device,
             self._is_ordered,
         )
@@ -566,7 +566,7 @@ class FlatGroup:
             self._work = self._neighbours.gather(self.full.data, kept)
         else:
             self._sent = self._part_to_send()
-            self._work = self.ranks.gather(self.full.data, self._sent)
+            self._work = self.ranks.shard.gather(self.full.data, self._sent)
         self.phase = "gathering"
 
     def _part_to_send(self) -> Tensor:
@@ -581,7 +581,7 @@ class FlatGroup:
             return self._resident[self.versions]
         is_sendable = offload is None and self.compute_dtype == self.dtype
         # A gather of one rank is a copy, which casts and moves by itself.
-        if not is_resident and (is_sendable or self.ranks.size == 1):
+        if not is_resident and (is_sendable or self.ranks.shard.size == 1):
             return shard
         sent = torch.empty(len(shard), dtype=self.compute_dtype, device=self.device)
         sent.copy_(shard, non_blocking=True)
@@ -615,7 +615,7 @@ class FlatGroup:
 
     def free_after_forward(self) -> None:
         """Give memory back until the backward pass, keeping a larger part where that was asked."""
-        if self._neighbours is not None and self.phase == "full" and self.ranks.size > 1:
+        if self._neighbours is not None and self.phase == "full" and self.ranks.shard.size > 1:
             parts = self.full.detach().view(self._neighbours.size, -1)
             self._kept = {self.gathered_versions: parts[self._neighbours.rank].clone()}
         self.free()

@@ -24,7 +24,7 @@ from unison.shard.flat_group import (
     tripwire,
 )
 from unison.shard.granules import RefusedTensor
-from unison.shard.ranks import Axes
+from unison.shard.ranks import Ranks
 from unison.shard.reducers import FastReducer, OrderedReducer
 from unison.torch_internals import has_values
 
@@ -115,13 +115,12 @@ class Unit:
         self,
         module: nn.Module,
         parameters: list[NamedParameter],
-        axes: Axes,
+        ranks: Ranks,
         options: UnitOptions,
         device: torch.device | None = None,
     ) -> None:
         self.module, self.name = module, type(module).__name__  # until it has its path
-        self.axes, self.options = axes, options
-        self.ranks = axes.shard
+        self.ranks, self.options = ranks, options
         self.forward = self.inner = module.forward  # the user's own; and what a pass calls
         self.compiled: Callable[..., Any] | None = None  # what the user had compiled of it
         self.is_inside = False  # while compiled code of the module runs, see engine.py
@@ -138,7 +137,7 @@ class Unit:
         for each in parameters:
             kind = (each[1].dtype, each[1].device, each[1].requires_grad)
             kinds.setdefault(kind, []).append(each)
-        groups = [FlatGroup(members, axes, options, device) for members in kinds.values()]
+        groups = [FlatGroup(members, ranks, options, device) for members in kinds.values()]
         self._take_groups(groups)
         for members, group in zip(kinds.values(), groups, strict=True):
             for (_, original, uses), piece in zip(members, group.pieces, strict=True):
@@ -174,7 +173,7 @@ class Unit:
     @property
     def is_plain(self) -> bool:
         """Whether its module is as good as unsharded; see [Note: one rank] in engine.py."""
-        is_alone = self.axes.all.size == 1 and self.options.gradient_divisor == 1
+        is_alone = self.ranks.size == 1 and self.options.gradient_divisor == 1
         precision = self.options.precision
         is_cast = precision.param is not None or precision.output is not None
         is_fast = self.options.reducer == "fast" and not is_cast
@@ -445,7 +444,7 @@ class Unit:
         """Let an observer see gradients; those of a ghost are of no granule of the batch."""
         if self.observer is None:
             return
-        own = self.edges[self.axes.all.rank :]
+        own = self.edges[self.ranks.rank :]
         if granule != PLAIN and not own[0] <= granule < own[1]:
             return
         for slot, gradient in gradients:
@@ -455,7 +454,7 @@ class Unit:
     def _reducer(self, group: FlatGroup) -> FastReducer | OrderedReducer:
         if group not in self._reducers:
             like = torch.empty(0, dtype=group.reduce_dtype, device=group.device)
-            about = group.layout, group.axes, like
+            about = group.layout, group.ranks, like
             is_ordered = self.options.reducer == "ordered"
             made = OrderedReducer(*about, self.edges) if is_ordered else FastReducer(*about)
             self._reducers[group] = made

@@ -83,7 +83,7 @@ def ranks_of(module: nn.Module) -> Ranks:
     """All ranks that hold a part or a copy of a module; they take part in its collectives."""
     units = units_of(module)
     if units:
-        return units[0].axes.all
+        return units[0].ranks
     show_shards(module)
     rows = ((name, value) for name, value in module.named_parameters() if is_dtensor(value))
     name, value = next(rows, (None, None))
