@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -51,15 +51,16 @@ class Method(Enum):
     IDENTITY = "identity"  # none: the grafted optimizer's own step
 
 
-class Form(Enum):
-    """How a side of a layer, A or G, is held."""
+Form = Literal["matrix", "exact", "blocks", "columns", "softmax", "identity"]
+"""How a side of a layer, A or G, is held: as a matrix; as that of the true Fisher, of the head; as
+blocks on the diagonal, without what lies between them; as columns of tokens, of low rank; as a
+diagonal less columns, the true Fisher of the head; or as the identity."""
 
-    DENSE = "matrix"
-    EXACT = "matrix of the true Fisher"  # of the head
-    BLOCKED = "blocks"  # on the diagonal: a matrix without what lies between them
-    COLUMNS = "columns"  # of tokens: low rank
-    SOFTMAX = "diagonal less columns"  # the true Fisher of the head
-    IDENTITY = "identity"
+_STORED: dict[str, Form] = {  # in checkpoints
+    **{form: form for form in get_args(Form)},
+    "matrix of the true Fisher": "exact",
+    "diagonal less columns": "softmax",
+}
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ class Layer:
     columns: int
     is_transposed: bool
     why: str = ""
-    a_form: Form = Form.DENSE
-    g_form: Form = Form.DENSE
+    a_form: Form = "matrix"
+    g_form: Form = "matrix"
     block_rows: int = 0
 
     @property
@@ -125,7 +126,7 @@ class Layer:
     @property
     def low_rank(self) -> tuple[str, ...]:
         """The sides that are held as columns: `"a"`, `"g"`, both or none."""
-        return tuple(s for s in "ag" if self.form(s) in (Form.COLUMNS, Form.SOFTMAX))
+        return tuple(s for s in "ag" if self.form(s) in ("columns", "softmax"))
 
     @property
     def numel(self) -> int:
@@ -134,13 +135,14 @@ class Layer:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        forms = {"a_form": self.a_form.value, "g_form": self.g_form.value}
+        stored = {form: name for name, form in _STORED.items()}
+        forms = {"a_form": stored[self.a_form], "g_form": stored[self.g_form]}
         return {**asdict(self), "method": self.method.value, "shape": list(self.shape), **forms}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Layer":
         """The inverse of `as_dict`."""
-        forms = {key: Form(values[key]) for key in ("a_form", "g_form") if key in values}
+        forms = {key: _STORED[values[key]] for key in ("a_form", "g_form") if key in values}
         found = {"method": Method(values["method"]), "shape": tuple(values["shape"])}
         return cls(**{**values, **found, **forms})
 
@@ -171,7 +173,7 @@ def layers_of(
         for name in shapes
     }
     known = {form for own in sides.values() if isinstance(own, dict) for form, _ in own.values()}
-    if uses and config.head == "exact" and not known & {Form.EXACT, Form.SOFTMAX}:
+    if uses and config.head == "exact" and not known & {"exact", "softmax"}:
         raise BadInput(
             "head='exact' takes G of the matrix whose product is the module's output, and no "
             "parameter is used so: pass head='sampled', or return that product from the module"
@@ -229,7 +231,9 @@ def _sides_of(
     (rows, columns, _) = sides.pop()
     is_exact_head = config.head == "exact" and _makes_outputs(products, num_outputs)
     if config.policy == "kronecker":
-        exact = {"g": (Form.EXACT, "G as a matrix (its true Fisher matrix)")}
+        exact: dict[str, tuple[Form, str]] = {
+            "g": ("exact", "G as a matrix (its true Fisher matrix)")
+        }
         return exact if is_exact_head else {}
     if rows * columns < config.min_layer_size and not is_exact_head:
         return f"fewer than {config.min_layer_size} elements"
@@ -276,36 +280,36 @@ def forms_of(
         costs = side_costs(n, other, num_tokens, config, machine)
         # Of all labels there are as many columns as labels: more than n soon.
         if (side == "g" and config.fisher == "exact") or config.policy == "small_only":
-            costs[Form.COLUMNS] = math.inf
+            costs["columns"] = math.inf
         form, why = _form_of(side, n, num_tokens, costs, config, is_head=is_head)
         if side == "g" and is_exact_head:
-            is_low = form is not Form.DENSE
+            is_low = form != "matrix"
             if is_low and config.damping_form == "joint":
                 raise BadInput(
                     f"head='exact' with {n} classes is a diagonal less few columns, which joint "
                     "damping has no inverse for: pass damping_form='pi' or 'factored', or "
                     "head='sampled'"
                 )
-            form, why = Form.SOFTMAX if is_low else Form.EXACT, "its true Fisher matrix"
+            form, why = "softmax" if is_low else "exact", "its true Fisher matrix"
         match form:
             case None:
                 return f"a side above {config.max_factor_size}"
-            case Form.DENSE:
+            case "matrix":
                 continue
-            case Form.COLUMNS:
+            case "columns":
                 kept = f", at most {config.max_rank} kept" if config.has_rank else ""
                 text = f"by {num_tokens} columns{kept}"
-            case Form.SOFTMAX:
+            case "softmax":
                 text = "by a diagonal less columns"
-            case Form.EXACT:
+            case "exact":
                 text = "as a matrix"
-            case Form.BLOCKED:
+            case "blocks":
                 text = "by {} blocks of {}".format(*block_shape(n, config))
-            case Form.IDENTITY:
+            case "identity":
                 text = "as the identity"
         found[side] = form, f"{side.upper()} {text} ({why})"
     num_sides = 1 if config.fisher == "forward" else 2
-    if [form for form, _ in found.values()] == [Form.IDENTITY] * num_sides:
+    if [form for form, _ in found.values()] == ["identity"] * num_sides:
         return f"every side above {config.max_factor_size}"
     return found
 
@@ -320,33 +324,33 @@ def _form_of(
     is_head: bool,
 ) -> tuple[Form | None, str]:
     """How a side is held by the policy, and why; None where the layer is not to be factored."""
-    dense, low = costs[Form.DENSE], costs[Form.COLUMNS]
+    dense, low = costs["matrix"], costs["columns"]
     is_long = n >= LONG_SIDE and num_tokens <= MOST_COLUMNS
     if config.policy == "all" and side == "g" and low < math.inf:
-        return Form.COLUMNS, "policy all"
+        return "columns", "policy all"
     if config.policy == "hybrid" and low < math.inf:
         if is_long:
-            return Form.COLUMNS, "policy hybrid, a long side"
+            return "columns", "policy hybrid, a long side"
         if side == "g" and is_head:
-            return Form.COLUMNS, "policy hybrid, the head"
+            return "columns", "policy hybrid, the head"
     if config.policy == "blocked" and n > LONG_SIDE and config.damping_form != "joint":
-        return Form.BLOCKED, "policy blocked"
+        return "blocks", "policy blocked"
     # Compressed columns and joint damping do not go together.
     is_joint = config.damping_form == "joint"
     if config.policy != "auto" or not is_long or (is_joint and config.decay > 0):
         low = math.inf
     if dense < math.inf:
         compared = f"{low / 1e9:.3g} Gflop an update instead of {dense / 1e9:.3g}"
-        return (Form.DENSE, "") if dense <= low else (Form.COLUMNS, compared)
+        return ("matrix", "") if dense <= low else ("columns", compared)
     # Too long for a matrix. Blocks leave out what lies between them. Rows of such a side, classes
     # say, differ most in how often they are met: a diagonal sees that, the identity does not.
     why = f"longer than {config.max_factor_size}"
     if config.policy == "one_sided":
-        return Form.IDENTITY, "policy one_sided, " + why
-    blocked = math.inf if is_joint or config.policy == "small_only" else costs[Form.BLOCKED]
+        return "identity", "policy one_sided, " + why
+    blocked = math.inf if is_joint or config.policy == "small_only" else costs["blocks"]
     if min(low, blocked) == math.inf:
         return None, why
-    return (Form.COLUMNS if low <= blocked else Form.BLOCKED), why
+    return ("columns" if low <= blocked else "blocks"), why
 
 
 # What an operation costs in flops of float32 products: n³ of an inverse, a row of it, n³ of
@@ -388,9 +392,9 @@ def side_costs(
         low = cost[WIDE] * (3.0 * t**2 * n + t**3) + cost[INVERSE_ROW] * t
     low += 4.0 * period * rank * n * other
     return {
-        Form.DENSE: dense if n <= config.max_factor_size else math.inf,
-        Form.COLUMNS: low,
-        Form.BLOCKED: blocked if count * b * b <= MOST_BLOCKED else math.inf,
+        "matrix": dense if n <= config.max_factor_size else math.inf,
+        "columns": low,
+        "blocks": blocked if count * b * b <= MOST_BLOCKED else math.inf,
     }
 
 
@@ -450,10 +454,10 @@ _FORM = {
     "joint": "added to A ⊗ G",
 }
 _FORMS = {
-    Form.BLOCKED: "A long side was held as blocks on its diagonal, which is an approximation",
-    Form.IDENTITY: "A side was too long, and taken as the identity",
-    Form.EXACT: "G of the head is its true Fisher matrix",
-    Form.SOFTMAX: "G of the head is its true Fisher matrix, a diagonal less columns of tokens",
+    "blocks": "A long side was held as blocks on its diagonal, which is an approximation",
+    "identity": "A side was too long, and taken as the identity",
+    "exact": "G of the head is its true Fisher matrix",
+    "softmax": "G of the head is its true Fisher matrix, a diagonal less columns of tokens",
 }
 _GRAFT = {
     "adam": "each layer's step has the length of Adam's (betas {betas}, eps {eps:g}), whose "
@@ -513,7 +517,7 @@ def cost(layer: Layer) -> float:
         return 0.0
     if layer.method is Method.KRONECKER:
         m, n = layer.d_in, layer.d_out
-        is_whole = {s: layer.form(s) in (Form.DENSE, Form.EXACT) for s in "ag"}
+        is_whole = {s: layer.form(s) in ("matrix", "exact") for s in "ag"}
         sizes = [layer.side(s) if is_whole[s] else min(layer.side(s), LONG_SIDE) for s in "ag"]
         inverses = sum(layer.side(s) * r**2 for s, r in zip("ag", sizes, strict=True))
         return float(inverses + 2 * m * n * sum(sizes))
