@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unison.errors import UnsupportedOperation
 
@@ -321,6 +322,24 @@ class FunctionMode(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Let the function decide."""
+        return self._call(func, args, kwargs or {})
+
+
+class DispatchMode(TorchDispatchMode):
+    """As `FunctionMode`, for the operations of torch's dispatcher."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, for seconds, to hide this class from it
+
+    def __init__(self, call: Callable[[Any, tuple, dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         """Let the function decide."""
         return self._call(func, args, kwargs or {})

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unison.errors import UnsupportedOperation
 from unison.rng import Box, Key, fill_
 from unison.rng.inits import Bernoulli, Constant, Init, Integers, Normal, Shuffle, Uniform
+from unison.torch_internals import DispatchMode
 
 VERSION = "_unison_version"  # on a storage without memory: the current version of its content
 
@@ -406,7 +406,7 @@ def evaluate(operand: Operand, streams: Streams) -> Tensor:
             draw_(args[0], op, streams)
         else:
             assert callable(op.call)
-            draws = StreamDraws(*streams[op]) if op.is_registered else nullcontext()
+            draws = drawing_from(*streams[op]) if op.is_registered else nullcontext()
             with one_thread(op.default_dtype), draws:
                 result = op.call(*args, **kwargs)
             results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -458,31 +458,20 @@ def one_thread(default_dtype: torch.dtype | None = None) -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-class StreamDraws(TorchDispatchMode):
-    """Lets torch's random operations draw from the streams of one registered call.
+def drawing_from(key: Key, name: str, number: int) -> DispatchMode:
+    """Let torch's random operations draw from the streams of one registered call.
 
     Stream k of the call is the k-th draw it makes, so the values do not depend on torch's
     generators, and those are not used.
     """
+    key, numbers = key.child("registered init", number), itertools.count()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as for the recorder
-
-    def __init__(self, key: Key, name: str, number: int) -> None:
-        super().__init__()
-        self._key, self._name = key.child("registered init", number), name
-        self._num_draws = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_random(func):
             return func(*args, **kwargs)
         kwargs = without_generator(func, kwargs)
         if func in FORMULAS:
-            with self:
+            with mode:
                 return FORMULAS[func](*args, **kwargs)
         init = describe(func, args, kwargs)
         if init is None:
@@ -492,9 +481,11 @@ class StreamDraws(TorchDispatchMode):
         else:  # an empty tensor like the one that the call would make
             on_meta = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, args)
             target = torch.empty_like(func(*on_meta, **{**kwargs, "device": "meta"}), device="cpu")
-        fill_(target, init, self._key, self._name, number=self._num_draws)
-        self._num_draws += 1
+        fill_(target, init, key, name, number=next(numbers))
         return target
+
+    mode = DispatchMode(run)
+    return mode
 
 
 # ------------------------------------------------------------------------------------------------
