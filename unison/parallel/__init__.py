@@ -47,21 +47,6 @@ from unison.shard.sharded_tensor import fsdp2_modules
 from unison.shard.unit import units_of
 from unison.torch_internals import is_dtensor
 
-__all__ = [
-    "FSDP2",
-    "MakeSums",
-    "ParallelAdapter",
-    "ShardedParam",
-    "TensorParallel",
-    "Units",
-    "adapter_class",
-    "adapter_of",
-    "curvatures",
-    "find_shared",
-    "private_trainings",
-    "write_gradients",
-]
-
 
 def adapter_class(module: nn.Module) -> type[ParallelAdapter]:
     """Return which adapter takes a module, sharded or not."""
