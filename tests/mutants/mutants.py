@@ -177,7 +177,7 @@ _SHARD = [
     ),
     ("FlatGroup.start_gather", "self.is_alias or self.gathered_versions == versions", "True"),
     ("FlatGroup.start_gather", "self._kept.get(versions)", "[*self._kept.values(), None][0]"),
-    ("Unit.finish_reduce", "torch._foreach_div_(present, self.options.gradient_divisor)", "pass"),
+    ("Unit.finish_reduce", "torch._foreach_div_(present, self.gradient_divisor)", "pass"),
     ("Unit.give_unused", "(group, slot) in used_by_any", "True"),
     ("clip_grad_norm_", ".clamp(max=1.0)", ""),
     ("_nodes", "sorted(nodes, key=lambda node: node[0])", "nodes"),

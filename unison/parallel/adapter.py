@@ -657,7 +657,7 @@ class Units(ParallelAdapter):
                 "parts of the module are sharded and the module itself is not; call "
                 "unison.fully_shard on it too, or unison.auto_shard"
             )
-        self.is_ordered = root.options.reducer == "ordered"
+        self.is_ordered = root.reducer == "ordered"
         self._root, self._units = root, context_of(root).units
         self.ranks = self.everyone = root.ranks
         self.num_places = root.ranks.shard.size
@@ -687,9 +687,9 @@ class Units(ParallelAdapter):
         held = 0
         for group in groups:
             copies = 4 if group.requires_grad else 1
-            held += group.shard.nbytes * (copies if self._root.options.offload is None else 1)
+            held += group.shard.nbytes * (copies if self._root.offload is None else 1)
         full = {unit: sum(group.full_bytes for group in unit.groups) for unit in self._units}
-        kept = {unit for unit in self._units if unit.options.reshard_after_forward is False}
+        kept = {unit for unit in self._units if unit.reshard_after_forward is False}
         kept.add(self._root)
         at_once = sorted(full[unit] for unit in self._units if unit not in kept)[-2:]
         return held + sum(at_once) + sum(full[unit] for unit in kept) + 8 * self._widest

@@ -25,7 +25,6 @@ from unison.shard.flat_group import (
     CPUOffload,
     MixedPrecision,
     NamedParameter,
-    UnitOptions,
     is_piece,
 )
 from unison.shard.ranks import DONE, Ranks, Work
@@ -106,18 +105,22 @@ def fully_shard(
             "the ordered reducer needs gradient_divisor=1 and a loss made by unison.batch_mean: a "
             "mean over one rank's samples has other bits at other world sizes"
         )
-    options = UnitOptions(
-        reshard_after_forward=reshard_after_forward,
-        reducer=reducer,
-        gradient_divisor=float(divisor),
-        precision=as_precision(mp_policy),
-        offload=as_offload(offload_policy),
-    )
+    precision, offload = as_precision(mp_policy), as_offload(offload_policy)
     parameters = collect_parameters(module)
     if not parameters and not any(unit_of(child) for child in module.modules()):
         raise BadInput(f"{type(module).__name__} has no parameters to shard")
-    unit = Unit(module, parameters, ranks, options, _device_of(mesh, parameters))
-    _cast_buffers(module, options.precision)
+    unit = Unit(
+        module,
+        parameters,
+        ranks,
+        _device_of(mesh, parameters),
+        reshard_after_forward=reshard_after_forward,
+        reducer=reducer,
+        gradient_divisor=float(divisor),
+        precision=precision,
+        offload=offload,
+    )
+    _cast_buffers(module, precision)
     module.__dict__[UNIT_ATTRIBUTE] = unit
     install(unit)
     # FSDP2 gives a module another class to have its verbs; here the class stays, and the instance
@@ -338,7 +341,7 @@ def set_requires_gradient_sync(
     """
     units = units_of(module) if recurse else [_unit(module)]
     for unit in units:
-        if unit.options.reducer == "ordered":
+        if unit.reducer == "ordered":
             raise UnsupportedOperation(
                 f"{unit.name or 'the module'} sums a logical batch once, in one order; let "
                 "unison.deal(loader, granule=..., micro_batch=...) cut the batch into passes"
@@ -352,7 +355,7 @@ def set_reshard_after_forward(
 ) -> None:
     """Free full parameters after the forward pass, or keep them for the backward pass."""
     for unit in units_of(module) if recurse else [_unit(module)]:
-        unit.options = replace(unit.options, reshard_after_forward=bool(reshard_after_forward))
+        unit.reshard_after_forward = bool(reshard_after_forward)
 
 
 def _unit(module: nn.Module) -> Unit:

@@ -66,7 +66,7 @@ from unison.shard.ranks import (
     meet,
     same_on_every_rank,
 )
-from unison.shard.unit import Unit, Versions, shadowed, units_of
+from unison.shard.unit import SETTINGS, Unit, Versions, shadowed, units_of
 from unison.torch_internals import ORIGINAL, backend_in, canonical_name, has_values, pinned
 
 # ------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def check_same_model(units: list[Unit]) -> None:
     items: dict[str, object] = {}
     starts: dict[str, object] = {}
     for unit in units:
-        items[f"options of {unit.name}"] = unit.options
+        items[f"options of {unit.name}"] = {name: getattr(unit, name) for name in SETTINGS}
         for group in unit.groups:
             for slot, start in zip(group.slots, group.unchanged_start(), strict=True):
                 name = f"{unit.name}: {slot.name}"
@@ -260,7 +260,7 @@ class Context:
         """Whether a unit's parameters stay after its forward pass."""
         if self.loop_granule is not None:
             return True  # ranks loop over different numbers of granules, but gather equally often
-        is_kept = unit is self.root or unit.options.reshard_after_forward is False
+        is_kept = unit is self.root or unit.reshard_after_forward is False
         return is_kept and torch.is_grad_enabled()
 
     def granules(self, num_granules: int) -> list[int]:
@@ -269,7 +269,7 @@ class Context:
         if plan is not self._plan:
             if self._plan is not None and plan.accumulation is not self._plan.accumulation:
                 for unit in self.units:  # what a logical batch that was left early had summed
-                    if unit.options.reducer == "ordered":
+                    if unit.reducer == "ordered":
                         unit.forget_gradients()
             self._plan = plan
             for unit in self.units:
@@ -352,7 +352,7 @@ class Context:
         reducer sums after each pass instead and so never holds a whole gradient.
         """
         is_open = self._plan is not None and not self._plan.closes_logical_batch
-        return is_open and unit.options.reducer == "ordered"
+        return is_open and unit.reducer == "ordered"
 
     def _start_reduce(self, unit: Unit) -> None:
         self.finish_reduce()  # maybe of the same unit, which was reached again
@@ -369,7 +369,7 @@ class Context:
     def _end_backward(self) -> None:
         if self.compares_ways:
             self.compare_ways(None, "backward end")
-        divisor = self.root.options.gradient_divisor
+        divisor = self.root.gradient_divisor
         if take_mean_was_used() and divisor != 1:
             self.abandon()
             raise BadInput(
@@ -527,7 +527,7 @@ def _run_forward(
         if unit is context.root and not is_recompute:
             context.begin_forward()
         return unit.forward(*args, **kwargs)
-    precision = unit.options.precision
+    precision = unit.precision
     if precision.cast_inputs:
         args, kwargs = _cast((args, kwargs), precision.param)
     if context.depth == 0 and not is_recompute:
@@ -614,7 +614,7 @@ def _compute(unit: Unit, context: Context, args: tuple, kwargs: dict[str, Any]) 
 
 def _granule_of_plain(unit: Unit, context: Context) -> int:
     """Which leaves a pass over plain tensors uses."""
-    is_ordered = unit.options.reducer == "ordered" and unit.leaf_source is None
+    is_ordered = unit.reducer == "ordered" and unit.leaf_source is None
     if not is_ordered or not torch.is_grad_enabled():
         return PLAIN
     if is_in_backward():

@@ -111,17 +111,6 @@ class CPUOffload:
     pin_memory: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitOptions:
-    """How a unit is sharded; see `fully_shard` for what the fields mean."""
-
-    reshard_after_forward: bool | int
-    reducer: str
-    gradient_divisor: float
-    precision: MixedPrecision
-    offload: CPUOffload | None
-
-
 # ------------------------------------------------------------------------------------------------
 # The leaves of a flat buffer: what a computation sees of the parameters in it.
 #
@@ -321,26 +310,24 @@ class FlatGroup:
         recipes: How to make each parameter's initial values, where it was built without memory.
     """
 
-    unit: Any  # whose parameters they are; set when the unit takes its groups
+    unit: Any  # whose parameters they are
     phase: Literal["sharded", "gathering", "full"]
 
     def __init__(
         self,
         parameters: list[NamedParameter],
-        ranks: Ranks,
-        options: UnitOptions,
+        unit: Any,
         device: torch.device | None = None,
     ) -> None:
         names, values, uses = zip(*parameters, strict=True)
         first: nn.Parameter = values[0]
-        self.ranks = ranks
+        self.unit, self.ranks, self._offload = unit, unit.ranks, unit.offload
         self._neighbours: Ranks | None = None  # who shares parameters until the backward pass
-        if not isinstance(options.reshard_after_forward, bool):
-            self._neighbours = ranks.shard.neighbours(options.reshard_after_forward)
-        self._offload, self._is_ordered = options.offload, options.reducer == "ordered"
+        if not isinstance(unit.reshard_after_forward, bool):
+            self._neighbours = self.ranks.shard.neighbours(unit.reshard_after_forward)
         self.dtype = first.dtype
-        self.compute_dtype = options.precision.param_dtype(self.dtype)
-        self.reduce_dtype = options.precision.reduce_dtype(self.dtype)
+        self.compute_dtype = unit.precision.param_dtype(self.dtype)
+        self.reduce_dtype = unit.precision.reduce_dtype(self.dtype)
         self.was_trained = first.requires_grad  # when the last forward pass began
         self.uses: tuple[list[Use], ...] = uses
         self.recipes = [getattr(value, RECIPE, None) for value in values]
@@ -358,7 +345,7 @@ class FlatGroup:
                 value = value.reshape(-1)[placement.start : placement.stop]
             local_part(piece.data).copy_(value)
         self._attributes = [vars(piece) for piece in self.pieces]
-        self._start = [_sum_of_bits(value) for value in real if ranks.size > 1]
+        self._start = [_sum_of_bits(value) for value in real if self.ranks.size > 1]
         self._start_versions = self.versions
 
     def _make_memory(self, device: torch.device) -> None:
@@ -424,7 +411,7 @@ class FlatGroup:
             self.layout.ranges[index],
             self.ranks.shard,
             self.device,
-            self._is_ordered,
+            self.unit.reducer == "ordered",
         )
         piece = nn.Parameter(ShardedTensor(local.detach(), place), requires_grad=is_trainable)
         if is_trainable:  # autograd begins the gradient of `piece.sum()` with a plain tensor
