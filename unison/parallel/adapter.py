@@ -544,16 +544,12 @@ class ParallelAdapter:
             granules: This rank's, in the order in which they are added.
             dtype: Of the sums, the same on every rank.
         """
-        self._before_sums(plan)
         self._refuse_broken(make_sums)
         left = self._sums if self._begun is None else self._left
         self._begun, self._left = None, []
         for group in left:
             self._add_group(group, (make_sums, plan, granules, dtype))
         self._finish_running()
-
-    def _before_sums(self, plan: BatchPlan) -> None:
-        """Before what is left of a pass's sums is added."""
 
     def _refuse_broken(self, make_sums: MakeSums) -> None:
         if self._begun is not None and self._begun[0] is not make_sums:

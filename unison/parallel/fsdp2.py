@@ -28,6 +28,7 @@ from unison.capture.tracked import Tracked
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel.adapter import (
     GroupSums,
+    MakeSums,
     ParallelAdapter,
     ShardedParam,
     capture_of,
@@ -189,9 +190,13 @@ class FSDP2(ParallelAdapter):
             for group, others in zip(self._groups, before, strict=True):
                 group.begin(others)
 
-    def _before_sums(self, plan: BatchPlan) -> None:
+    def add(
+        self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        """See `ParallelAdapter`."""
         for group in self._groups:
             group.refuse_gradients()
+        super().add(make_sums, plan, granules, dtype)
 
 
 class FSDP2Group:

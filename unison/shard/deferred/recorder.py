@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unison.errors import BadInput, UnsupportedOperation
@@ -45,7 +45,7 @@ from unison.shard.deferred.tape import (
 )
 from unison.shard.each_granule import written_by
 from unison.shard.flat_group import RECIPE
-from unison.torch_internals import FunctionMode
+from unison.torch_internals import DispatchMode, FunctionMode
 
 aten = torch.ops.aten
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -61,25 +61,19 @@ def active_recorder() -> "Recorder | None":
     return getattr(_local, "recorder", None)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Runs operations on meta tensors and puts them on the tape."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, for seconds, to hide this class from it
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._see)
         self.refusal: UnsupportedOperation | None = None  # the first, kept in case it is swallowed
         self.module_tensors: dict[int, weakref.ref[Tensor]] = {}  # what belongs to a module, by id
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation."""
         # In here a meta tensor is a meta tensor.
         with torch._C.DisableTorchFunction(), self.keeping_refusals():
-            return self._run(func, args, dict(kwargs or {}))
+            return self._run(func, args, dict(kwargs))
 
     @contextmanager
     def keeping_refusals(self) -> Iterator[None]:
