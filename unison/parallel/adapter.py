@@ -657,7 +657,7 @@ class Units(ParallelAdapter):
         self._root, self._units = root, context_of(root).units
         self.ranks = self.everyone = root.ranks
         self.num_places = root.ranks.shard.size
-        self.device = next(group.device for unit in self._units for group in unit.groups)
+        self.device = context_of(root).groups[0].device
         self._names = {
             id(piece): canonical_name(name) for name, piece in self.module.named_parameters()
         }
@@ -679,9 +679,8 @@ class Units(ParallelAdapter):
 
     def ordinary_bytes(self) -> int:
         """See `ParallelAdapter`; parameters of the root, and of ZeRO-2's units, stay gathered."""
-        groups = [group for unit in self._units for group in unit.groups]
         held = 0
-        for group in groups:
+        for group in context_of(self._root).groups:
             copies = 4 if group.requires_grad else 1
             held += group.shard.nbytes * (copies if self._root.offload is None else 1)
         full = {unit: sum(group.full_bytes for group in unit.groups) for unit in self._units}

@@ -160,6 +160,7 @@ class Context:
     def __init__(self, root: Unit) -> None:
         self.root = root
         self.units = units_of(root.module)
+        self.groups = [group for unit in self.units for group in unit.groups]
         paths = {module: path for path, module in root.module.named_modules()}
         for unit in self.units:
             unit.name = canonical_name(paths[unit.module]) or "root"
@@ -193,10 +194,9 @@ class Context:
         Raises:
             UnsupportedOperation: Another rank has come to another place; on every rank.
         """
-        device = next(group.device for each in self.units for group in each.groups)
-        names = [each.name for each in self.units]
+        names, name = [each.name for each in self.units], None if unit is None else unit.name
         try:
-            compare_ways(self.root.ranks, what, names, None if unit is None else unit.name, device)
+            compare_ways(self.root.ranks, what, names, name, self.groups[0].device)
         except UnsupportedOperation:
             self.abandon()
             raise
@@ -253,8 +253,7 @@ class Context:
     @property
     def has_to_gather(self) -> bool:
         """Whether a pass would gather anything: not while all modules are `unshard()`ed."""
-        groups = (group for unit in self.units for group in unit.groups)
-        return any(not each.is_alias and each.phase == "sharded" for each in groups)
+        return any(not each.is_alias and each.phase == "sharded" for each in self.groups)
 
     def keeps_full(self, unit: Unit) -> bool:
         """Whether a unit's parameters stay after its forward pass."""
@@ -390,7 +389,7 @@ class Context:
                 unit.show_pieces()
             else:
                 unit.end_backward()
-        for group in (group for unit in self.units for group in unit.groups):
+        for group in self.groups:
             group.settle()
         self._begun.clear()
         self._is_in_backward = False

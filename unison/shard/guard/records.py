@@ -389,8 +389,9 @@ def _group(name: str) -> str:
 
 def _listed(ranks: Iterable[int]) -> str:
     ranks = sorted(ranks)
-    shown = ", ".join(str(r) for r in ranks[:8]) + (", …" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    shown = ", ".join(str(r) for r in ranks[:_SHOWN_RANKS])
+    more = ", …" if len(ranks) > _SHOWN_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def _paragraph(rank: int, finding: Finding, state: RankState | None, detail: Detail) -> list[str]:
@@ -500,11 +501,8 @@ def _by_rank(values: Mapping[int, str]) -> str:
         holders.setdefault(value, []).append(rank)
     parts = []
     for value, ranks in holders.items():
-        shown = ", ".join(str(r) for r in ranks[:_SHOWN_RANKS])
-        more = ", …" if len(ranks) > _SHOWN_RANKS else ""
         value = value if len(value) <= 120 else value[:117] + "..."
-        verb = "rank {} has" if len(ranks) == 1 else "ranks {} have"
-        parts.append(f"{verb.format(shown + more)} {value}")
+        parts.append(f"{_listed(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}")
     return "; ".join(parts)
 
 
