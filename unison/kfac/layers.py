@@ -19,12 +19,11 @@ all rows; those of blocks of tokens, reference note 003's, do not.
 """
 
 import heapq
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -567,38 +566,23 @@ def source_of(owners: Sequence[int], rank: int) -> int:
 # nothing, and where every rank owns every layer the second is.
 
 
-class LayerPiece(NamedTuple):
-    """What an owner preconditions: a parameter, or a block of its rows.
+Piece = tuple[str, ShardedParam, int, int]
+"""What an owner preconditions: the name of a parameter, or `name#number` of a block of its rows;
+the parameter; and which of its elements [start, stop) these are."""
 
-    Attributes:
-        key: The parameter's name, or `name#number` of a block.
-        param: The parameter.
-        owners: The ranks that own it.
-        start: Its first element in the flattened parameter.
-        stop: One past its last.
-    """
 
-    key: str
-    param: ShardedParam
-    owners: tuple[int, ...]
-    start: int
-    stop: int
+def _within(piece: Piece, place: int) -> tuple[int, int]:
+    """A piece's elements [low, high) that are in the part of the parameter at a place."""
+    _, param, first, last = piece
+    start, stop = param.ranges[place]
+    low = max(start, first)
+    return low, max(low, min(stop, last))
 
-    def within(self, place: int) -> tuple[int, int]:
-        """Its elements [low, high) that are in the part of the parameter at a place."""
-        start, stop = self.param.ranges[place]
-        low = max(start, self.start)
-        return low, max(low, min(stop, self.stop))
 
-    def length(self, place: int) -> int:
-        """How many those are."""
-        low, high = self.within(place)
-        return high - low
-
-    def of(self, value: Tensor, start: int, low: int, high: int) -> Tensor:
-        """Elements [low, high) of the parameter from a value that begins at `start`."""
-        is_whole = high - low == value.numel()
-        return value if is_whole else value.reshape(-1)[low - start : high - start]
+def _elements(value: Tensor, start: int, low: int, high: int) -> Tensor:
+    """Elements [low, high) of a parameter from a value that begins at `start`."""
+    is_whole = high - low == value.numel()
+    return value if is_whole else value.reshape(-1)[low - start : high - start]
 
 
 class Routes:
@@ -622,21 +606,21 @@ class Routes:
             dtype = torch.promote_types(dtype, each.parameter.dtype)
         self.like = torch.zeros(0, dtype=dtype, device=adapter.device)
         self._held = {each.name: each for each in adapter.params}
-        self._pieces: list[list[LayerPiece]] = []  # of one layer each, or of a block of it
+        # Of one layer each, or of a block of it, and who owns them.
+        self._pieces: list[tuple[tuple[int, ...], list[Piece]]] = []
         for layer, own in zip(layers, owners, strict=True):
             params = [self._held[name] for name in layer.parameters]
             if not layer.block_rows:
-                self._pieces.append([LayerPiece(p.name, p, own, 0, p.numel) for p in params])
+                self._pieces.append((own, [(each.name, each, 0, each.numel) for each in params]))
             shared = SharedBlocks(self._ranks, len(layer.blocks))
             widths = [(each, each.numel // layer.rows) for each in params]  # elements of a row
             for number, (low, high) in enumerate(layer.blocks):
-                owner = (shared.owner(number),)
-                of_block = [(f"{p.name}#{number}", p, owner, low * w, high * w) for p, w in widths]
-                self._pieces.append([LayerPiece(*each) for each in of_block])
+                blocks = [(f"{p.name}#{number}", p, low * w, high * w) for p, w in widths]
+                self._pieces.append(((shared.owner(number),), blocks))
 
-    def _owned_by(self, rank: int) -> list[list[LayerPiece]]:
+    def _owned_by(self, rank: int) -> list[list[Piece]]:
         """What a rank owns."""
-        return [own for own in self._pieces if rank in own[0].owners]
+        return [pieces for owners, pieces in self._pieces if rank in owners]
 
     def gradients(self) -> dict[str, Tensor]:
         """The whole gradients of the layers that this rank owns; a collective if they are cut.
@@ -644,22 +628,19 @@ class Routes:
         Layers of which this rank has no gradient at all are left out: no rank has one.
         """
         mine = self._owned_by(self._ranks.rank)
-        has_some = [any(p.param.parameter.grad is not None for p in own) for own in mine]
-        some = [each for own in itertools.compress(mine, has_some) for each in own]
+        with_some = [own for own in mine if any(p.parameter.grad is not None for _, p, *_ in own)]
+        some = [each for own in with_some for each in own]
         if self._num_places == 1:
-            wholes = {
-                each.key: each.of(each.param.gradient(each.param.shape), 0, each.start, each.stop)
-                for each in some
-            }
+            wholes = {key: _elements(p.gradient(p.shape), 0, *run) for key, p, *run in some}
         else:
             wholes = self._gathered([each for own in mine for each in own])
-        return {each.key: wholes[each.key].to(self.like) for each in some}
+        return {key: wholes[key].to(self.like) for key, *_ in some}
 
     def has_gradient(self, layer: Layer) -> bool:
         """Whether a layer has a gradient; the same on every rank, whatever it owns."""
         return any(self._held[name].parameter.grad is not None for name in layer.parameters)
 
-    def _gathered(self, mine: Sequence[LayerPiece]) -> dict[str, Tensor]:
+    def _gathered(self, mine: Sequence[Piece]) -> dict[str, Tensor]:
         """The gradients of some pieces, of the parts at every place of this copy."""
         ranks, size = self._ranks, self._num_places
         first = ranks.rank // size * size  # of the ranks that hold the same copy
@@ -668,16 +649,15 @@ class Routes:
         for place in range(size):
             theirs = [each for own in self._owned_by(first + place) for each in own]
             sent[first + place] = [
-                each.of(each.param.gradient(), each.param.start, *each.within(ranks.rank % size))
+                _elements(each[1].gradient(), each[1].start, *_within(each, ranks.rank % size))
                 for each in theirs
             ]
-            expected[first + place] = [each.length(place) for each in mine]
+            expected[first + place] = _lengths(mine, place)
         received = swap(ranks, sent, expected, self.like)[first : first + size]
         found = {}
-        for each, parts in zip(mine, zip(*received, strict=True), strict=True):
+        for (key, param, *_), parts in zip(mine, zip(*received, strict=True), strict=True):
             value = torch.cat([part.to(self.like) for part in parts])
-            is_whole = len(value) == each.param.numel
-            found[each.key] = value.view(each.param.shape) if is_whole else value
+            found[key] = value.view(param.shape) if len(value) == param.numel else value
         return found
 
     def give(self, steps: Mapping[str, Tensor]) -> None:
@@ -689,7 +669,7 @@ class Routes:
         """
         ranks, size = self._ranks, self._num_places
         me, place = ranks.rank, ranks.rank % size
-        if all(len(own[0].owners) == ranks.size for own in self._pieces):
+        if all(len(owners) == ranks.size for owners, _ in self._pieces):
             _write((each, self._part(steps, each, place)) for each in self._sent(me, me))
             return
         sent = [
@@ -697,7 +677,7 @@ class Routes:
             for rank in range(ranks.size)
         ]
         expected = [self._sent(rank, me) for rank in range(ranks.size)]
-        sizes = [[each.length(place) for each in of_rank] for of_rank in expected]
+        sizes = [_lengths(of_rank, place) for of_rank in expected]
         received = swap(ranks, sent, sizes, self.like)
         _write(
             pair
@@ -705,24 +685,29 @@ class Routes:
             for pair in zip(of_rank, values, strict=True)
         )
 
-    def _sent(self, source: int, target: int) -> list[LayerPiece]:
+    def _sent(self, source: int, target: int) -> list[Piece]:
         """The pieces whose steps one rank gets from another."""
-        pieces = (own for own in self._pieces if source_of(own[0].owners, target) == source)
-        return [each for own in pieces for each in own]
+        own = (pieces for owners, pieces in self._pieces if source_of(owners, target) == source)
+        return [each for pieces in own for each in pieces]
 
-    def _part(self, steps: Mapping[str, Tensor], each: LayerPiece, place: int) -> Tensor:
-        low, high = each.within(place)
-        step = steps.get(each.key)
-        if step is None:
+    def _part(self, steps: Mapping[str, Tensor], piece: Piece, place: int) -> Tensor:
+        key, _, start, _ = piece
+        low, high = _within(piece, place)
+        if key not in steps:
             return self.like.new_zeros(high - low)
-        return each.of(step, each.start, low, high)
+        return _elements(steps[key], start, low, high)
 
 
-def _write(pairs: Iterable[tuple[LayerPiece, Tensor]]) -> None:
+def _lengths(pieces: Sequence[Piece], place: int) -> list[int]:
+    """How many elements of each piece are at a place."""
+    return [high - low for low, high in (_within(each, place) for each in pieces)]
+
+
+def _write(pairs: Iterable[tuple[Piece, Tensor]]) -> None:
     """Put steps of pieces into this rank's parts of gradients; blocks come in their order."""
     found: dict[str, tuple[ShardedParam, list[Tensor]]] = {}
-    for piece, value in pairs:
-        found.setdefault(piece.param.name, (piece.param, []))[1].append(value)
+    for (_, param, *_), value in pairs:
+        found.setdefault(param.name, (param, []))[1].append(value)
     write_gradients(
         (param, values[0] if len(values) == 1 else torch.cat([v.reshape(-1) for v in values]))
         for param, values in found.values()
