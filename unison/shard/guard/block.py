@@ -45,8 +45,8 @@ from unison.shard.guard.records import (
     identity,
     is_dead,
     lines_of,
-    message_of,
     specs_of,
+    verdict_of,
 )
 
 T = TypeVar("T")
@@ -633,7 +633,7 @@ class Watcher(threading.Thread):
         verdict = self._unless_blind(lambda: self._propose(finding, states))
         if verdict is None:
             details = {self._rank: self._guard.detail()}
-            verdict = finding.error(message_of(finding, states, details))
+            verdict = verdict_of(finding, states, details)
         return verdict
 
     def _own_state(self) -> RankState:
@@ -690,26 +690,26 @@ class Watcher(threading.Thread):
         return [leader]
 
     def _lost(self) -> Finding | None:
-        now = time.monotonic()
+        now, lost = time.monotonic(), ("", 0, False)
         silence = min(self._silence, _SILENCE_AFTER_A_HINT) if self._is_hinted else self._silence
         for rank, state in self._states.items():
             if state["status"] != "inside":
                 continue
             if is_dead(state["identity"]):
-                return Finding((rank,), why=f"its process {state['identity'][1]} has ended")
+                return (rank,), *lost, f"its process {state['identity'][1]} has ended"
             quiet = now - self._seen[rank][1]
             if quiet > silence and not self._is_blind:
-                return Finding((rank,), why=f"no sign of life for {quiet:.0f} s ({_SILENT})")
+                return (rank,), *lost, f"no sign of life for {quiet:.0f} s ({_SILENT})"
         if self._is_blind:
             # Of a lost store rank 0 is to blame, its host, unless a launcher hosts it or it left.
             host = self._states.get(0)
             by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             if self._rank == 0 or by_launcher or (host and host["status"] != "inside"):
                 return None
-            return Finding((0,), why="the store it hosts no longer answers")
+            return (0,), *lost, "the store it hosts no longer answers"
         absent = [r for r in self._whom() if r not in self._states]
         if absent and now - self._started_at > self._silence:
-            return Finding(tuple(absent), why="it has not entered the guard")
+            return tuple(absent), *lost, "it has not entered the guard"
         return None
 
     # ---- verdicts -----------------------------------------------------------------------------
@@ -722,7 +722,8 @@ class Watcher(threading.Thread):
     def _propose(self, finding: Finding, states: dict[int, RankState]) -> UnisonError:
         self._store.set("ask", json.dumps(True))
         self._publish_detail()
-        gone = finding.ranks if finding.why else ()
+        concerned, *_, why = finding
+        gone = concerned if why else ()
         expected = [r for r in self._others if r not in gone and self._answers(r)]
         until = time.monotonic() + _DETAIL_SECONDS
         while True:
@@ -731,7 +732,8 @@ class Watcher(threading.Thread):
                 break
             time.sleep(0.02)
         states = {**states, **self._read("state", self._whom()), self._rank: self._own_state()}
-        proposal = json.dumps([finding.error.__name__, message_of(finding, states, details)])
+        verdict = verdict_of(finding, states, details)
+        proposal = json.dumps([type(verdict).__name__, str(verdict)])
         # The store keeps the first proposal, and gives it to all.
         return self._agreed(*json.loads(self._store.compare_set("verdict/0", "", proposal)))
 
