@@ -33,6 +33,7 @@ from torch._C import _distributed_c10d as c10d
 from unison import check
 from unison.errors import BadInput, UnisonError
 from unison.shard.guard.records import (
+    RECENT,
     CollectiveCall,
     CollectiveMismatch,
     Detail,
@@ -40,12 +41,14 @@ from unison.shard.guard.records import (
     Journal,
     RankLost,
     RankState,
+    add_call,
     caller,
     examine,
     identity,
     is_dead,
     lines_of,
     specs_of,
+    summary_of,
     verdict_of,
 )
 
@@ -457,9 +460,8 @@ class Guard:
         """Return a heartbeat."""
         while self._log:
             call = self._log.popleft()
-            if call.group not in self._journals:
-                self._journals[call.group] = Journal(self._members[call.group])
-            self._journals[call.group].add(call)
+            journal = self._journals.setdefault(call.group, (deque(maxlen=RECENT), {}))
+            add_call(journal, call)
         self._beat += 1
         waiting, stack = self._waiting, self._stack
         if self._status == "inside":
@@ -472,12 +474,21 @@ class Guard:
             "stack": stack or ["(unknown)"],
             "waiting": (waiting.group, waiting.number) if waiting else None,
             "identity": self._identity,
-            "groups": {name: journal.summary() for name, journal in self._journals.items()},
+            "groups": {
+                name: summary_of(journal, self._members[name])
+                for name, journal in self._journals.items()
+            },
         }
 
     def detail(self) -> Detail:
-        """Return the recent calls of each group."""
-        return {name: journal.detail() for name, journal in self._journals.items()}
+        """Return text, call sites and signature of the recent calls of each group, by number."""
+        return {
+            name: {
+                str(call.number): (call.text, lines_of(call.stack), call.signature.decode())
+                for call in recent
+            }
+            for name, (recent, _) in self._journals.items()
+        }
 
     def receive(self, verdict: UnisonError) -> None:
         """Raise the verdict in the training thread; end the process if it cannot be reached."""

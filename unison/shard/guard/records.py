@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -183,48 +183,36 @@ GroupState = dict[str, Any]
 """
 
 
-@dataclass
-class Journal:
-    """The calls of one group: a chained digest, and the last calls in full.
+Journal = tuple[deque[CollectiveCall], dict[int, str]]
+"""The last calls of one group in full, and marks by number: a chained digest of all calls so far.
 
-    `marks` holds the chain's value after recent calls, densely for the last ones and sparsely
-    before. Two ranks whose chains agree at one number have agreed on every call up to it.
-    """
+There are marks of recent calls, densely of the last ones and sparsely before. Two ranks whose
+chains agree at one number have agreed on every call up to it."""
 
-    ranks: list[int]
-    last: int = 0
-    chain: str = ""
-    marks: dict[int, str] = field(default_factory=dict)
-    recent: deque[CollectiveCall] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def add(self, call: CollectiveCall) -> None:
-        """Append a call."""
-        digest = hashlib.blake2b(self.chain.encode() + call.signature, digest_size=8)
-        self.chain = digest.hexdigest()
-        self.last = call.number
-        self.marks[call.number] = self.chain
-        self.recent.append(call)
-        if (call.number - _DENSE) % _DENSE:
-            self.marks.pop(call.number - _DENSE, None)
-        self.marks.pop(call.number - _SPARSE, None)
+def add_call(journal: Journal, call: CollectiveCall) -> None:
+    """Append a call."""
+    recent, marks = journal
+    chain = next(reversed(marks.values()), "")
+    digest = hashlib.blake2b(chain.encode() + call.signature, digest_size=8)
+    marks[call.number] = digest.hexdigest()
+    recent.append(call)
+    if (call.number - _DENSE) % _DENSE:
+        marks.pop(call.number - _DENSE, None)
+    marks.pop(call.number - _SPARSE, None)
 
-    def summary(self) -> GroupState:
-        """Return what every heartbeat says of this group."""
-        call = self.recent[-1]
-        return {
-            "ranks": self.ranks,
-            "last": self.last,
-            "marks": {str(number): chain for number, chain in self.marks.items()},
-            "call": call.text,
-            "stack": lines_of(call.stack),
-        }
 
-    def detail(self) -> dict[str, tuple[str, list[str], str]]:
-        """Return text, call sites and signature of the recent calls, by number."""
-        return {
-            str(call.number): (call.text, lines_of(call.stack), call.signature.decode())
-            for call in self.recent
-        }
+def summary_of(journal: Journal, ranks: list[int]) -> GroupState:
+    """Return what every heartbeat says of a group."""
+    recent, marks = journal
+    call = recent[-1]
+    return {
+        "ranks": ranks,
+        "last": call.number,
+        "marks": {str(number): chain for number, chain in marks.items()},
+        "call": call.text,
+        "stack": lines_of(call.stack),
+    }
 
 
 # ---- what is found when ranks compare ----------------------------------------------------------
