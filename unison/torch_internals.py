@@ -177,6 +177,25 @@ def _put_in_place_of_marks(
             attributes[name] = value
 
 
+class WithGradients(torch.autograd.Function):
+    """What a function makes of tensors, whose gradients another one makes of that of the result.
+
+    `WithGradients.apply(make, gradients, *tensors)` returns `make()`, and in the backward pass
+    `gradients(gradient)` returns one for each of the tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, make: Any, gradients: Any, *tensors: Tensor) -> Tensor:
+        """Make the result; nothing in it is differentiated."""
+        ctx.gradients = gradients
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        """Make the gradients."""
+        return None, None, *ctx.gradients(gradient)
+
+
 # --- canonical parameter names: what wrappers add to a name is not part of it ---------------------
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
