@@ -3,7 +3,6 @@
 from unison.errors import CheckpointFailed
 from unison.shard.api import (
     GradScaler,
-    UnitMemory,
     auto_shard,
     find_blocks,
     fully_shard,

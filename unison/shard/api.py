@@ -7,9 +7,10 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -527,27 +528,14 @@ def _adopt_flat_state(optimizer: Optimizer) -> None:
 # How much memory each unit takes on a rank.
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitMemory:
-    """Bytes of one unit on one rank.
+def unit_memory(module: nn.Module) -> list[SimpleNamespace]:
+    """What each unit of a sharded model takes on this rank in bytes, the root first.
 
-    Attributes:
-        name: The unit's module in the model.
-        num_parameters: Elements of its parameters, over all ranks.
-        shard: What the rank always holds of them.
-        full: What it holds in addition while the unit computes.
-        gradient: Its shard of the gradient, trainable parameters only.
-    """
-
-    name: str
-    num_parameters: int
-    shard: int
-    full: int
-    gradient: int
-
-
-def unit_memory(module: nn.Module) -> list[UnitMemory]:
-    """What each unit of a sharded model takes on this rank, the root first.
+    Returns:
+        The `name` of each unit's module in the model; `num_parameters`, the elements of its
+        parameters over all ranks; `shard`, what the rank always holds of them; `full`, what it
+        holds in addition while the unit computes; and `gradient`, its shard of the gradient,
+        trainable parameters only.
 
     Raises:
         BadInput: If the module is not sharded.
@@ -557,7 +545,7 @@ def unit_memory(module: nn.Module) -> list[UnitMemory]:
     if not units:
         raise BadInput(f"{type(module).__name__} is not sharded; call unison.fully_shard first")
     return [
-        UnitMemory(
+        SimpleNamespace(
             name=paths[unit.module] or "root",
             num_parameters=sum(slot.numel for group in unit.groups for slot in group.slots),
             shard=sum(group.shard.nbytes for group in unit.groups),
