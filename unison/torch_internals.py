@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unison.errors import UnsupportedOperation
 
@@ -176,6 +177,25 @@ def _put_in_place_of_marks(
             attributes[name] = value
 
 
+class WithGradients(torch.autograd.Function):
+    """What a function makes of tensors, whose gradients another one makes of that of the result.
+
+    `WithGradients.apply(make, gradients, *tensors)` returns `make()`, and in the backward pass
+    `gradients(gradient)` returns one for each of the tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, make: Any, gradients: Any, *tensors: Tensor) -> Tensor:
+        """Make the result; nothing in it is differentiated."""
+        ctx.gradients = gradients
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        """Make the gradients."""
+        return None, None, *ctx.gradients(gradient)
+
+
 # --- canonical parameter names: what wrappers add to a name is not part of it ---------------------
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -321,6 +341,24 @@ class FunctionMode(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Let the function decide."""
+        return self._call(func, args, kwargs or {})
+
+
+class DispatchMode(TorchDispatchMode):
+    """As `FunctionMode`, for the operations of torch's dispatcher."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, for seconds, to hide this class from it
+
+    def __init__(self, call: Callable[[Any, tuple, dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         """Let the function decide."""
         return self._call(func, args, kwargs or {})

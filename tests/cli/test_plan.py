@@ -242,8 +242,8 @@ def test_the_code_of_a_scenario_runs(more):
     names: dict[str, Any] = {"model": model, "loader": loader}
     exec(code_of(scenario), names)
     (unit, *_) = units_of(names["model"])
-    assert unit.options.reshard_after_forward is False
-    assert unit.options.precision.param is torch.bfloat16
+    assert unit.reshard_after_forward is False
+    assert unit.precision.param is torch.bfloat16
     assert ("kfac" in names) == scenario.kfac
     assert isinstance(names["loader"], PrivateLoader) == (scenario.clipping is not None)
 

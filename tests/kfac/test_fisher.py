@@ -231,7 +231,7 @@ def test_two_dealt_batches_in_one_step_draw_labels_of_their_own():
         logits = model(rows)
         kfac.sample(logits).backward()
         loss(logits).backward()
-    first = [each.rows.first_ids for each in kfac._passes]
+    first = [tuple(part.first_id for part in each.parts) for each in kfac._passes]
     assert first == [(0,), (3,)]
     kfac.step()
 

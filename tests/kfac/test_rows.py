@@ -13,7 +13,6 @@ from tests.kfac.common import loss, relative, settings
 from tests.kfac.sharded import difference, run
 from unison.kfac import NotInvertible, layers
 from unison.kfac.inverse import Columns, apply_shared, fold, invert, join
-from unison.kfac.layers import Form
 from unison.parallel.exchange import SharedBlocks
 from unison.shard.ranks import Ranks
 
@@ -159,7 +158,7 @@ def test_a_head_that_is_laid_out_by_inputs_stays_whole(monkeypatch):
     kfac.sample(logits).backward()
     loss(logits).backward()
     kfac.step()
-    assert [(each.g_form, each.block_rows) for each in kfac.layers] == [(Form.SOFTMAX, 0)]
+    assert [(each.g_form, each.block_rows) for each in kfac.layers] == [("softmax", 0)]
 
 
 def test_many_columns_are_folded_by_blocks(gen):

@@ -16,7 +16,7 @@ from tests.harness import World, ranks
 from unison.errors import BadInput
 from unison.parallel import (
     FSDP2,
-    Replicated,
+    ParallelAdapter,
     TensorParallel,
     Units,
     adapter_class,
@@ -71,9 +71,9 @@ def build(world: World, how: str) -> tuple[nn.Module, type]:
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7))
     match how:
         case "none":
-            return model, Replicated
+            return model, ParallelAdapter
         case "ddp":
-            return DistributedDataParallel(model), Replicated
+            return DistributedDataParallel(model), ParallelAdapter
         case "units":
             return unison.fully_shard(model), Units
         case "fsdp2":

@@ -346,7 +346,7 @@ def gradient_errors(model: nn.Module, plain: nn.Module) -> list[float]:
     for unit in units_of(model):
         error = size = 0.0
         for group in unit.groups:
-            own = group.layout.pieces[group.ranks.rank]
+            own = group.layout.pieces[group.ranks.shard.rank]
             for piece, (start, stop, _) in zip(group.pieces, own, strict=True):
                 expected = reference[names[id(piece)]].flatten()[start:stop]
                 found = local_part(piece.grad).flatten()

@@ -67,7 +67,7 @@ def test_fast_hybrid_is_right(name):
 def shard_sizes(world: World) -> tuple[int, int]:
     model = auto_shard(build(GPT2, seed=0), mesh=make_mesh(2, world.size))
     unit = units_of(model)[0]
-    return unit.ranks.size, unit.axes.replicas.size
+    return unit.ranks.shard.size, unit.ranks.replicas.size
 
 
 def test_a_copy_is_sharded_over_the_second_dimension():

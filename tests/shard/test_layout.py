@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.harness import assert_same_bits
 from unison.shard.layout import ALIGNMENT, FlatLayout
-from unison.shard.ranks import Axes
+from unison.shard.ranks import Ranks
 from unison.shard.reducers import FastReducer, SubtreeSum, aligned_levels, tree_sum
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -94,7 +94,7 @@ def test_another_order_of_adding_has_other_bits(gen):
 
 def test_a_parameter_that_a_later_granule_leaves_out_keeps_its_sum():
     layout = layout_of([(3,), (2, 2), (4,)])
-    ranks = Axes.of(None)
+    ranks = Ranks.of(None)
     reducer = FastReducer(layout, ranks, torch.zeros((), dtype=torch.float64))
     first, second = torch.randn(3).double(), torch.randn(2, 2).double()
     reducer.take(0, [first, None, None])

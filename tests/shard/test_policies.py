@@ -144,9 +144,7 @@ def test_inputs_and_buffers_only_as_asked():
 def test_only_the_root_casts_outputs_under_auto_shard():
     policy = MixedPrecision(param=torch.bfloat16, output=torch.float32)
     model = auto_shard(build(GPT2, seed=0), mp_policy=policy)
-    assert [unit.options.precision.output for unit in units_of(model)] == [torch.float32] + 3 * [
-        None
-    ]
+    assert [unit.precision.output for unit in units_of(model)] == [torch.float32] + 3 * [None]
 
 
 def test_short_shards_are_summed_in_float32():
@@ -181,9 +179,9 @@ def test_bad_dtype():
 
 def test_fsdp2s_offload_policies_are_taken():
     with_offload = fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    assert units_of(with_offload)[0].options.offload == CPUOffload(pin_memory=False)
+    assert units_of(with_offload)[0].offload == CPUOffload(pin_memory=False)
     without = fully_shard(nn.Linear(2, 2), offload_policy=OffloadPolicy())
-    assert units_of(without)[0].options.offload is None
+    assert units_of(without)[0].offload is None
 
 
 # ---- GradScaler --------------------------------------------------------------------------------

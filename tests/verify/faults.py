@@ -278,7 +278,7 @@ def mean_for_sum() -> AbstractContextManager:
         Unit,
         "finish_reduce",
         "parts = reducer.finish()",
-        "parts = [None if p is None else p / self.axes.all.size for p in reducer.finish()]",
+        "parts = [None if p is None else p / self.ranks.size for p in reducer.finish()]",
     )
 
 

@@ -671,9 +671,9 @@ def _refuse(trainer: Any) -> None:
             "checkpoints the Trainer cannot load; shard it with unison.auto_shard"
         )
     for unit in units_of(trainer.model)[:1]:
-        if unit.axes.all.size != args.world_size:
+        if unit.ranks.size != args.world_size:
             raise BadInput(
-                f"the model is sharded over {unit.axes.all.size} of {args.world_size} processes: "
+                f"the model is sharded over {unit.ranks.size} of {args.world_size} processes: "
                 "make the TrainingArguments first, which join them, and shard the model then"
             )
     if getattr(getattr(trainer.model, "config", None), "output_router_logits", False):

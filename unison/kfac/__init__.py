@@ -5,5 +5,3 @@ from unison.kfac.inverse import NotInvertible
 from unison.kfac.kfac import KFAC
 from unison.kfac.labels import Sampled
 from unison.kfac.layers import Layer, Method
-
-__all__ = ["KFAC", "KFACConfig", "Layer", "Method", "NotInvertible", "Sampled"]

@@ -32,7 +32,7 @@ from torch.profiler import record_function
 from unison.errors import BadInput
 from unison.kernels.available import wide_dtype
 from unison.kfac.config import KFACConfig
-from unison.kfac.layers import Form, Layer, Method, block_shape
+from unison.kfac.layers import Layer, Method, block_shape
 from unison.kfac.linalg import is_gpu, is_half, padding_of, wide_product
 from unison.ops import Dense, Lookup, Product, Record, per_sample, plain_record
 from unison.ops.records import add_rows_, factors, shape_of, take, wide
@@ -40,8 +40,8 @@ from unison.ops.records import add_rows_, factors, shape_of, take, wide
 MOST_AT_ONCE = 1 << 24  # elements of per-sample gradients that are held
 MOST_ALIKE = 1 << 18  # of those of a parameter that is squared together with others
 GRAM_ROWS = 512  # of a Gram matrix that are made at once; what lies below them is left out
-MATRICES = (Form.DENSE, Form.EXACT)
-EXACT_HEADS = (Form.EXACT, Form.SOFTMAX)
+MATRICES = ("matrix", "exact")
+EXACT_HEADS = ("exact", "softmax")
 
 # --- sums over tokens -----------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class PartSums:
             if chosen is not None and keep is not None:
                 chosen = chosen[keep]
             for layer in heads:
-                if layer.g_form is Form.EXACT:
+                if layer.g_form == "exact":
                     self._add(layer.name, "g", p.sum(dim=0).diag() - _gram(p))
                 else:
                     own = p if chosen is None else p[chosen]
@@ -320,19 +320,19 @@ class PartSums:
                 record,
                 weights,
                 sharing=self.config.sharing,
-                wants_a=self._is_first and layer.a_form is not Form.IDENTITY,
+                wants_a=self._is_first and layer.a_form != "identity",
                 wants_g=self.config.fisher != "forward"
-                and layer.g_form not in (Form.IDENTITY, *EXACT_HEADS),
+                and layer.g_form not in ("identity", *EXACT_HEADS),
             )
             if a is not None and layer.bias is not None:
                 a = torch.cat([a, self._ones_of_bias(a, ones, layer)], dim=-1)
             for side, rows in (("a", a), ("g", g)):
                 if rows is None:
                     continue
-                if layer.form(side) is Form.COLUMNS:
+                if layer.form(side) == "columns":
                     counted = rows[ones.bool()].to(ones.dtype)  # [counted, d]
                     self.columns.setdefault((layer.name, side), []).append(counted)
-                elif layer.form(side) is Form.BLOCKED:
+                elif layer.form(side) == "blocks":
                     self._add(layer.name, f"blocks_{side}", _block_gram(rows, self.config))
                 else:
                     self._add(layer.name, side, _gram(rows, layer.side(side)))
@@ -430,11 +430,11 @@ def sum_shapes(
     for side in "ag" if config.fisher != "forward" else "a":
         n = layer.side(side)
         match layer.form(side):
-            case Form.DENSE | Form.EXACT:
+            case "matrix" | "exact":
                 found[side] = (triangle_size(n),) if is_folded else (n, n)
-            case Form.BLOCKED:
+            case "blocks":
                 found[f"blocks_{side}"] = (n, block_shape(n, config)[1])
-            case Form.SOFTMAX:
+            case "softmax":
                 found[f"p_{side}"] = (n,)
     return found
 

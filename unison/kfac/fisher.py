@@ -119,12 +119,8 @@ class PassRecorder:
         inputs = tree_map(lambda x: x.detach() if requires_grad(x) else x, (args, kwargs))
         ranks = self._adapter.ranks
         num_rows = batch_size_of(inputs)
-        rows, self._num_rows = rows_of(inputs, num_rows, ranks, self._num_rows)
-        granules: Sequence[int | None] = rows.granules or (None,)
-        parts = [
-            PassPart(granule, {}, first, real)
-            for granule, first, real in zip(granules, rows.first_ids, rows.is_real, strict=True)
-        ]
+        rows, edges, self._num_rows = rows_of(inputs, num_rows, ranks, self._num_rows)
+        parts = [PassPart(granule, {}, first, is_real) for granule, first, is_real in rows]
         flat, spec = tree_flatten(output)
         for place, value in enumerate(flat):
             if requires_grad(value):
@@ -133,7 +129,7 @@ class PassRecorder:
                 for part, each in zip(parts, seen, strict=True):
                     part.outputs[place] = each
                 flat[place] = joined(seen, value)
-        self.current = Pass(inputs, num_rows, rows, surroundings, self._draws, parts)
+        self.current = Pass(inputs, num_rows, edges, surroundings, self._draws, parts)
         return tree_unflatten(flat, spec)
 
     # --- under the capture ------------------------------------------------------------------------

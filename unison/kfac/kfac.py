@@ -34,13 +34,13 @@ from unison.parallel.exchange import (
     OwnerSums,
     SharedBlocks,
     added,
-    broadcast_object,
     gather_rows,
     largest,
 )
 from unison.shard.ranks import from_rank_0, gather_objects, meet, together
-from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
-from unison.shard.state.entries import FlatPart, require_same
+from unison.shard.state.checkpoint import Manifest, read_manifest, settle, write_folder
+from unison.shard.state.entries import require_same
+from unison.shard.state.files import FlatPart, SavedTensor, read_parts
 from unison.torch_internals import (
     DynamoBackend,
     canonical_name,
@@ -436,8 +436,8 @@ class KFAC:
                 if self._last_update is None:
                     rows = added(ranks, self._device, sum(each.num_real for each in passes))
                     found = self._recorder.find_layers(passes[0], *rows)
-                    self._take_layers(broadcast_object(ranks, 0, found))
-                like, edges = self._routes.like, passes[0].rows.edges
+                    self._take_layers(ranks.broadcast_object(found))
+                like, edges = self._routes.like, passes[0].edges
                 self._is_ordered = bool(edges)
                 is_folded = not self._is_together  # what is sent, or kept for many granules
                 shapes = [sum_shapes(each, self.config, is_folded) for each in self.layers]
@@ -646,7 +646,7 @@ class KFAC:
                 parts = gather_objects(ranks, own)
                 tensors = {key: each for part in parts for key, each in part.items()}
             else:
-                tensors = broadcast_object(ranks, first, own)
+                tensors = ranks.broadcast_object(own, first)
             layers.append({"layer": layer.as_dict(), "tensors": tensors})
         return {**self._progress(), "layers": layers}
 
@@ -675,15 +675,12 @@ class KFAC:
             BadInput: On every rank, if something else has the name.
             CheckpointFailed: On every rank, if any could not write.
         """
-        from unison.shard.state.checkpoint import write_folder
-
         ranks, parts = self._adapter.ranks, {}
         meet(ranks, "KFAC.save", may_be_late=True)
         for index, layer in enumerate(self.layers):
             for key, each in self._stored(index).items():
-                part = FlatPart(tuple(each.shape), 0, each.reshape(-1))
-                parts[f"kfac/{layer.name}/{key}"] = part
-        mine = {key: SavedTensor(part.shape, part.values.dtype) for key, part in parts.items()}
+                parts[f"kfac/{layer.name}/{key}"] = tuple(each.shape), 0, each.reshape(-1)
+        mine = {key: SavedTensor(shape, held.dtype) for key, (shape, _, held) in parts.items()}
         tensors = {key: each for own in gather_objects(ranks, mine) for key, each in own.items()}
         extra = {**self._progress(), "layers": [each.as_dict() for each in self.layers]}
         write_folder(Path(folder), parts, tensors, ranks, optimizer=None, extra=extra)
@@ -696,8 +693,6 @@ class KFAC:
                 another state.
             CheckpointFailed: On every rank, if any could not read.
         """
-        from unison.shard.state.files import read_parts
-
         folder, ranks = Path(folder), self._adapter.ranks
         meet(ranks, "KFAC.load", may_be_late=True)
 
@@ -719,9 +714,9 @@ class KFAC:
                     device = self._device if saved.shape else "cpu"  # numbers stay on the host
                     value = torch.empty(saved.shape, dtype=saved.dtype, device=device)
                     tensors[key.removeprefix(prefix)] = value
-                    parts[key] = FlatPart(saved.shape, 0, value.view(-1))
+                    parts[key] = saved.shape, 0, value.view(-1)
             found.append(tensors)
-        read_parts(folder, parts, manifest, ranks)
+        read_parts(folder, parts, manifest.tensors, ranks)
         for state, tensors in zip(self._states.values(), found, strict=True):
             state.load(tensors)
         self._go_on(manifest.extra)

@@ -36,7 +36,7 @@ from unison.capture import RngAutocastState
 from unison.errors import BadInput
 from unison.kernels.available import takes, wide_dtype
 from unison.kfac.config import KFACConfig
-from unison.parallel.exchange import BatchRows, parts_of, tensors_of
+from unison.parallel.exchange import parts_of, tensors_of
 from unison.rng import BatchDraws, Box, Key, Stream, normal, uniform
 from unison.torch_internals import has_values
 
@@ -95,7 +95,8 @@ class Pass:
     Attributes:
         inputs: What the module was called with: (args, kwargs).
         num_rows: Rows of the batch, or of each granule.
-        rows: Which samples they are.
+        edges: Rank r holds the granules [edges[r], edges[r + 1]) of the logical batch; empty for
+            passes that come whole.
         surroundings: Generators and autocast as they were.
         draws: The random numbers of samples, and how many it had drawn before; None if it draws
             from generators.
@@ -105,7 +106,7 @@ class Pass:
 
     inputs: tuple[tuple, dict[str, Any]]
     num_rows: int
-    rows: BatchRows
+    edges: tuple[int, ...]
     surroundings: RngAutocastState
     draws: tuple[BatchDraws, list[tuple[int, int]]] | None
     parts: list[PassPart]

@@ -19,12 +19,11 @@ all rows; those of blocks of tokens, reference note 003's, do not.
 """
 
 import heapq
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -51,15 +50,16 @@ class Method(Enum):
     IDENTITY = "identity"  # none: the grafted optimizer's own step
 
 
-class Form(Enum):
-    """How a side of a layer, A or G, is held."""
+Form = Literal["matrix", "exact", "blocks", "columns", "softmax", "identity"]
+"""How a side of a layer, A or G, is held: as a matrix; as that of the true Fisher, of the head; as
+blocks on the diagonal, without what lies between them; as columns of tokens, of low rank; as a
+diagonal less columns, the true Fisher of the head; or as the identity."""
 
-    DENSE = "matrix"
-    EXACT = "matrix of the true Fisher"  # of the head
-    BLOCKED = "blocks"  # on the diagonal: a matrix without what lies between them
-    COLUMNS = "columns"  # of tokens: low rank
-    SOFTMAX = "diagonal less columns"  # the true Fisher of the head
-    IDENTITY = "identity"
+_STORED: dict[str, Form] = {  # in checkpoints
+    **{form: form for form in get_args(Form)},
+    "matrix of the true Fisher": "exact",
+    "diagonal less columns": "softmax",
+}
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Layer:
     columns: int
     is_transposed: bool
     why: str = ""
-    a_form: Form = Form.DENSE
-    g_form: Form = Form.DENSE
+    a_form: Form = "matrix"
+    g_form: Form = "matrix"
     block_rows: int = 0
 
     @property
@@ -125,7 +125,7 @@ class Layer:
     @property
     def low_rank(self) -> tuple[str, ...]:
         """The sides that are held as columns: `"a"`, `"g"`, both or none."""
-        return tuple(s for s in "ag" if self.form(s) in (Form.COLUMNS, Form.SOFTMAX))
+        return tuple(s for s in "ag" if self.form(s) in ("columns", "softmax"))
 
     @property
     def numel(self) -> int:
@@ -134,13 +134,14 @@ class Layer:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        forms = {"a_form": self.a_form.value, "g_form": self.g_form.value}
+        stored = {form: name for name, form in _STORED.items()}
+        forms = {"a_form": stored[self.a_form], "g_form": stored[self.g_form]}
         return {**asdict(self), "method": self.method.value, "shape": list(self.shape), **forms}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Layer":
         """The inverse of `as_dict`."""
-        forms = {key: Form(values[key]) for key in ("a_form", "g_form") if key in values}
+        forms = {key: _STORED[values[key]] for key in ("a_form", "g_form") if key in values}
         found = {"method": Method(values["method"]), "shape": tuple(values["shape"])}
         return cls(**{**values, **found, **forms})
 
@@ -171,7 +172,7 @@ def layers_of(
         for name in shapes
     }
     known = {form for own in sides.values() if isinstance(own, dict) for form, _ in own.values()}
-    if uses and config.head == "exact" and not known & {Form.EXACT, Form.SOFTMAX}:
+    if uses and config.head == "exact" and not known & {"exact", "softmax"}:
         raise BadInput(
             "head='exact' takes G of the matrix whose product is the module's output, and no "
             "parameter is used so: pass head='sampled', or return that product from the module"
@@ -229,7 +230,9 @@ def _sides_of(
     (rows, columns, _) = sides.pop()
     is_exact_head = config.head == "exact" and _makes_outputs(products, num_outputs)
     if config.policy == "kronecker":
-        exact = {"g": (Form.EXACT, "G as a matrix (its true Fisher matrix)")}
+        exact: dict[str, tuple[Form, str]] = {
+            "g": ("exact", "G as a matrix (its true Fisher matrix)")
+        }
         return exact if is_exact_head else {}
     if rows * columns < config.min_layer_size and not is_exact_head:
         return f"fewer than {config.min_layer_size} elements"
@@ -276,36 +279,36 @@ def forms_of(
         costs = side_costs(n, other, num_tokens, config, machine)
         # Of all labels there are as many columns as labels: more than n soon.
         if (side == "g" and config.fisher == "exact") or config.policy == "small_only":
-            costs[Form.COLUMNS] = math.inf
+            costs["columns"] = math.inf
         form, why = _form_of(side, n, num_tokens, costs, config, is_head=is_head)
         if side == "g" and is_exact_head:
-            is_low = form is not Form.DENSE
+            is_low = form != "matrix"
             if is_low and config.damping_form == "joint":
                 raise BadInput(
                     f"head='exact' with {n} classes is a diagonal less few columns, which joint "
                     "damping has no inverse for: pass damping_form='pi' or 'factored', or "
                     "head='sampled'"
                 )
-            form, why = Form.SOFTMAX if is_low else Form.EXACT, "its true Fisher matrix"
+            form, why = "softmax" if is_low else "exact", "its true Fisher matrix"
         match form:
             case None:
                 return f"a side above {config.max_factor_size}"
-            case Form.DENSE:
+            case "matrix":
                 continue
-            case Form.COLUMNS:
+            case "columns":
                 kept = f", at most {config.max_rank} kept" if config.has_rank else ""
                 text = f"by {num_tokens} columns{kept}"
-            case Form.SOFTMAX:
+            case "softmax":
                 text = "by a diagonal less columns"
-            case Form.EXACT:
+            case "exact":
                 text = "as a matrix"
-            case Form.BLOCKED:
+            case "blocks":
                 text = "by {} blocks of {}".format(*block_shape(n, config))
-            case Form.IDENTITY:
+            case "identity":
                 text = "as the identity"
         found[side] = form, f"{side.upper()} {text} ({why})"
     num_sides = 1 if config.fisher == "forward" else 2
-    if [form for form, _ in found.values()] == [Form.IDENTITY] * num_sides:
+    if [form for form, _ in found.values()] == ["identity"] * num_sides:
         return f"every side above {config.max_factor_size}"
     return found
 
@@ -320,33 +323,33 @@ def _form_of(
     is_head: bool,
 ) -> tuple[Form | None, str]:
     """How a side is held by the policy, and why; None where the layer is not to be factored."""
-    dense, low = costs[Form.DENSE], costs[Form.COLUMNS]
+    dense, low = costs["matrix"], costs["columns"]
     is_long = n >= LONG_SIDE and num_tokens <= MOST_COLUMNS
     if config.policy == "all" and side == "g" and low < math.inf:
-        return Form.COLUMNS, "policy all"
+        return "columns", "policy all"
     if config.policy == "hybrid" and low < math.inf:
         if is_long:
-            return Form.COLUMNS, "policy hybrid, a long side"
+            return "columns", "policy hybrid, a long side"
         if side == "g" and is_head:
-            return Form.COLUMNS, "policy hybrid, the head"
+            return "columns", "policy hybrid, the head"
     if config.policy == "blocked" and n > LONG_SIDE and config.damping_form != "joint":
-        return Form.BLOCKED, "policy blocked"
+        return "blocks", "policy blocked"
     # Compressed columns and joint damping do not go together.
     is_joint = config.damping_form == "joint"
     if config.policy != "auto" or not is_long or (is_joint and config.decay > 0):
         low = math.inf
     if dense < math.inf:
         compared = f"{low / 1e9:.3g} Gflop an update instead of {dense / 1e9:.3g}"
-        return (Form.DENSE, "") if dense <= low else (Form.COLUMNS, compared)
+        return ("matrix", "") if dense <= low else ("columns", compared)
     # Too long for a matrix. Blocks leave out what lies between them. Rows of such a side, classes
     # say, differ most in how often they are met: a diagonal sees that, the identity does not.
     why = f"longer than {config.max_factor_size}"
     if config.policy == "one_sided":
-        return Form.IDENTITY, "policy one_sided, " + why
-    blocked = math.inf if is_joint or config.policy == "small_only" else costs[Form.BLOCKED]
+        return "identity", "policy one_sided, " + why
+    blocked = math.inf if is_joint or config.policy == "small_only" else costs["blocks"]
     if min(low, blocked) == math.inf:
         return None, why
-    return (Form.COLUMNS if low <= blocked else Form.BLOCKED), why
+    return ("columns" if low <= blocked else "blocks"), why
 
 
 # What an operation costs in flops of float32 products: n³ of an inverse, a row of it, n³ of
@@ -388,9 +391,9 @@ def side_costs(
         low = cost[WIDE] * (3.0 * t**2 * n + t**3) + cost[INVERSE_ROW] * t
     low += 4.0 * period * rank * n * other
     return {
-        Form.DENSE: dense if n <= config.max_factor_size else math.inf,
-        Form.COLUMNS: low,
-        Form.BLOCKED: blocked if count * b * b <= MOST_BLOCKED else math.inf,
+        "matrix": dense if n <= config.max_factor_size else math.inf,
+        "columns": low,
+        "blocks": blocked if count * b * b <= MOST_BLOCKED else math.inf,
     }
 
 
@@ -450,10 +453,10 @@ _FORM = {
     "joint": "added to A ⊗ G",
 }
 _FORMS = {
-    Form.BLOCKED: "A long side was held as blocks on its diagonal, which is an approximation",
-    Form.IDENTITY: "A side was too long, and taken as the identity",
-    Form.EXACT: "G of the head is its true Fisher matrix",
-    Form.SOFTMAX: "G of the head is its true Fisher matrix, a diagonal less columns of tokens",
+    "blocks": "A long side was held as blocks on its diagonal, which is an approximation",
+    "identity": "A side was too long, and taken as the identity",
+    "exact": "G of the head is its true Fisher matrix",
+    "softmax": "G of the head is its true Fisher matrix, a diagonal less columns of tokens",
 }
 _GRAFT = {
     "adam": "each layer's step has the length of Adam's (betas {betas}, eps {eps:g}), whose "
@@ -513,7 +516,7 @@ def cost(layer: Layer) -> float:
         return 0.0
     if layer.method is Method.KRONECKER:
         m, n = layer.d_in, layer.d_out
-        is_whole = {s: layer.form(s) in (Form.DENSE, Form.EXACT) for s in "ag"}
+        is_whole = {s: layer.form(s) in ("matrix", "exact") for s in "ag"}
         sizes = [layer.side(s) if is_whole[s] else min(layer.side(s), LONG_SIDE) for s in "ag"]
         inverses = sum(layer.side(s) * r**2 for s, r in zip("ag", sizes, strict=True))
         return float(inverses + 2 * m * n * sum(sizes))
@@ -563,38 +566,23 @@ def source_of(owners: Sequence[int], rank: int) -> int:
 # nothing, and where every rank owns every layer the second is.
 
 
-class LayerPiece(NamedTuple):
-    """What an owner preconditions: a parameter, or a block of its rows.
+Piece = tuple[str, ShardedParam, int, int]
+"""What an owner preconditions: the name of a parameter, or `name#number` of a block of its rows;
+the parameter; and which of its elements [start, stop) these are."""
 
-    Attributes:
-        key: The parameter's name, or `name#number` of a block.
-        param: The parameter.
-        owners: The ranks that own it.
-        start: Its first element in the flattened parameter.
-        stop: One past its last.
-    """
 
-    key: str
-    param: ShardedParam
-    owners: tuple[int, ...]
-    start: int
-    stop: int
+def _within(piece: Piece, place: int) -> tuple[int, int]:
+    """A piece's elements [low, high) that are in the part of the parameter at a place."""
+    _, param, first, last = piece
+    start, stop = param.ranges[place]
+    low = max(start, first)
+    return low, max(low, min(stop, last))
 
-    def within(self, place: int) -> tuple[int, int]:
-        """Its elements [low, high) that are in the part of the parameter at a place."""
-        start, stop = self.param.ranges[place]
-        low = max(start, self.start)
-        return low, max(low, min(stop, self.stop))
 
-    def length(self, place: int) -> int:
-        """How many those are."""
-        low, high = self.within(place)
-        return high - low
-
-    def of(self, value: Tensor, start: int, low: int, high: int) -> Tensor:
-        """Elements [low, high) of the parameter from a value that begins at `start`."""
-        is_whole = high - low == value.numel()
-        return value if is_whole else value.reshape(-1)[low - start : high - start]
+def _elements(value: Tensor, start: int, low: int, high: int) -> Tensor:
+    """Elements [low, high) of a parameter from a value that begins at `start`."""
+    is_whole = high - low == value.numel()
+    return value if is_whole else value.reshape(-1)[low - start : high - start]
 
 
 class Routes:
@@ -618,21 +606,21 @@ class Routes:
             dtype = torch.promote_types(dtype, each.parameter.dtype)
         self.like = torch.zeros(0, dtype=dtype, device=adapter.device)
         self._held = {each.name: each for each in adapter.params}
-        self._pieces: list[list[LayerPiece]] = []  # of one layer each, or of a block of it
+        # Of one layer each, or of a block of it, and who owns them.
+        self._pieces: list[tuple[tuple[int, ...], list[Piece]]] = []
         for layer, own in zip(layers, owners, strict=True):
             params = [self._held[name] for name in layer.parameters]
             if not layer.block_rows:
-                self._pieces.append([LayerPiece(p.name, p, own, 0, p.numel) for p in params])
+                self._pieces.append((own, [(each.name, each, 0, each.numel) for each in params]))
             shared = SharedBlocks(self._ranks, len(layer.blocks))
             widths = [(each, each.numel // layer.rows) for each in params]  # elements of a row
             for number, (low, high) in enumerate(layer.blocks):
-                owner = (shared.owner(number),)
-                of_block = [(f"{p.name}#{number}", p, owner, low * w, high * w) for p, w in widths]
-                self._pieces.append([LayerPiece(*each) for each in of_block])
+                blocks = [(f"{p.name}#{number}", p, low * w, high * w) for p, w in widths]
+                self._pieces.append(((shared.owner(number),), blocks))
 
-    def _owned_by(self, rank: int) -> list[list[LayerPiece]]:
+    def _owned_by(self, rank: int) -> list[list[Piece]]:
         """What a rank owns."""
-        return [own for own in self._pieces if rank in own[0].owners]
+        return [pieces for owners, pieces in self._pieces if rank in owners]
 
     def gradients(self) -> dict[str, Tensor]:
         """The whole gradients of the layers that this rank owns; a collective if they are cut.
@@ -640,22 +628,19 @@ class Routes:
         Layers of which this rank has no gradient at all are left out: no rank has one.
         """
         mine = self._owned_by(self._ranks.rank)
-        has_some = [any(p.param.parameter.grad is not None for p in own) for own in mine]
-        some = [each for own in itertools.compress(mine, has_some) for each in own]
+        with_some = [own for own in mine if any(p.parameter.grad is not None for _, p, *_ in own)]
+        some = [each for own in with_some for each in own]
         if self._num_places == 1:
-            wholes = {
-                each.key: each.of(each.param.gradient(each.param.shape), 0, each.start, each.stop)
-                for each in some
-            }
+            wholes = {key: _elements(p.gradient(p.shape), 0, *run) for key, p, *run in some}
         else:
             wholes = self._gathered([each for own in mine for each in own])
-        return {each.key: wholes[each.key].to(self.like) for each in some}
+        return {key: wholes[key].to(self.like) for key, *_ in some}
 
     def has_gradient(self, layer: Layer) -> bool:
         """Whether a layer has a gradient; the same on every rank, whatever it owns."""
         return any(self._held[name].parameter.grad is not None for name in layer.parameters)
 
-    def _gathered(self, mine: Sequence[LayerPiece]) -> dict[str, Tensor]:
+    def _gathered(self, mine: Sequence[Piece]) -> dict[str, Tensor]:
         """The gradients of some pieces, of the parts at every place of this copy."""
         ranks, size = self._ranks, self._num_places
         first = ranks.rank // size * size  # of the ranks that hold the same copy
@@ -664,16 +649,15 @@ class Routes:
         for place in range(size):
             theirs = [each for own in self._owned_by(first + place) for each in own]
             sent[first + place] = [
-                each.of(each.param.gradient(), each.param.start, *each.within(ranks.rank % size))
+                _elements(each[1].gradient(), each[1].start, *_within(each, ranks.rank % size))
                 for each in theirs
             ]
-            expected[first + place] = [each.length(place) for each in mine]
+            expected[first + place] = _lengths(mine, place)
         received = swap(ranks, sent, expected, self.like)[first : first + size]
         found = {}
-        for each, parts in zip(mine, zip(*received, strict=True), strict=True):
+        for (key, param, *_), parts in zip(mine, zip(*received, strict=True), strict=True):
             value = torch.cat([part.to(self.like) for part in parts])
-            is_whole = len(value) == each.param.numel
-            found[each.key] = value.view(each.param.shape) if is_whole else value
+            found[key] = value.view(param.shape) if len(value) == param.numel else value
         return found
 
     def give(self, steps: Mapping[str, Tensor]) -> None:
@@ -685,7 +669,7 @@ class Routes:
         """
         ranks, size = self._ranks, self._num_places
         me, place = ranks.rank, ranks.rank % size
-        if all(len(own[0].owners) == ranks.size for own in self._pieces):
+        if all(len(owners) == ranks.size for owners, _ in self._pieces):
             _write((each, self._part(steps, each, place)) for each in self._sent(me, me))
             return
         sent = [
@@ -693,7 +677,7 @@ class Routes:
             for rank in range(ranks.size)
         ]
         expected = [self._sent(rank, me) for rank in range(ranks.size)]
-        sizes = [[each.length(place) for each in of_rank] for of_rank in expected]
+        sizes = [_lengths(of_rank, place) for of_rank in expected]
         received = swap(ranks, sent, sizes, self.like)
         _write(
             pair
@@ -701,24 +685,29 @@ class Routes:
             for pair in zip(of_rank, values, strict=True)
         )
 
-    def _sent(self, source: int, target: int) -> list[LayerPiece]:
+    def _sent(self, source: int, target: int) -> list[Piece]:
         """The pieces whose steps one rank gets from another."""
-        pieces = (own for own in self._pieces if source_of(own[0].owners, target) == source)
-        return [each for own in pieces for each in own]
+        own = (pieces for owners, pieces in self._pieces if source_of(owners, target) == source)
+        return [each for pieces in own for each in pieces]
 
-    def _part(self, steps: Mapping[str, Tensor], each: LayerPiece, place: int) -> Tensor:
-        low, high = each.within(place)
-        step = steps.get(each.key)
-        if step is None:
+    def _part(self, steps: Mapping[str, Tensor], piece: Piece, place: int) -> Tensor:
+        key, _, start, _ = piece
+        low, high = _within(piece, place)
+        if key not in steps:
             return self.like.new_zeros(high - low)
-        return each.of(step, each.start, low, high)
+        return _elements(steps[key], start, low, high)
 
 
-def _write(pairs: Iterable[tuple[LayerPiece, Tensor]]) -> None:
+def _lengths(pieces: Sequence[Piece], place: int) -> list[int]:
+    """How many elements of each piece are at a place."""
+    return [high - low for low, high in (_within(each, place) for each in pieces)]
+
+
+def _write(pairs: Iterable[tuple[Piece, Tensor]]) -> None:
     """Put steps of pieces into this rank's parts of gradients; blocks come in their order."""
     found: dict[str, tuple[ShardedParam, list[Tensor]]] = {}
-    for piece, value in pairs:
-        found.setdefault(piece.param.name, (piece.param, []))[1].append(value)
+    for (_, param, *_), value in pairs:
+        found.setdefault(param.name, (param, []))[1].append(value)
     write_gradients(
         (param, values[0] if len(values) == 1 else torch.cat([v.reshape(-1) for v in values]))
         for param, values in found.values()

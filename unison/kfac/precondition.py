@@ -42,7 +42,7 @@ from unison.kfac.inverse import (
     join,
     stack,
 )
-from unison.kfac.layers import Form, Layer
+from unison.kfac.layers import Layer
 from unison.kfac.linalg import is_gpu, largest_elements
 from unison.parallel.exchange import SharedBlocks, buckets
 
@@ -117,7 +117,7 @@ class LayerState:
         tail = self._decay * float(self._averages.get(f"t_{side}", 0.0))
         if self._max_rank is not None:
             # A diagonal less fewer columns is the larger one, and positive without any tail.
-            has_tail = self.layer.form(side) is not Form.SOFTMAX
+            has_tail = self.layer.form(side) != "softmax"
             rows, more = join(before, rows, self._max_rank, has_tail=has_tail)
             tail += more
         else:

@@ -5,7 +5,7 @@ here, and does what the way of lying on ranks needs:
 
 | file | way | what this rank holds | sums are |
 |---|---|---|---|
-| adapter.py, `Replicated` | one process, copies, DDP | everything | all-reduced in buckets |
+| adapter.py, `ParallelAdapter` | one process, copies, DDP | everything | all-reduced in buckets |
 | adapter.py, `Units` | `unison.fully_shard` | a run of elements | reduce-scattered per flat group |
 | fsdp2.py | torch's own `fully_shard` | a run of rows | reduce-scattered per FSDP2 group |
 | tensor_parallel.py | `parallelize_module` | a part along a dimension | added over the data axis |
@@ -34,7 +34,6 @@ from torch import nn
 from unison.parallel.adapter import (
     MakeSums,
     ParallelAdapter,
-    Replicated,
     ShardedParam,
     Units,
     curvatures,
@@ -48,22 +47,6 @@ from unison.shard.sharded_tensor import fsdp2_modules
 from unison.shard.unit import units_of
 from unison.torch_internals import is_dtensor
 
-__all__ = [
-    "FSDP2",
-    "MakeSums",
-    "ParallelAdapter",
-    "Replicated",
-    "ShardedParam",
-    "TensorParallel",
-    "Units",
-    "adapter_class",
-    "adapter_of",
-    "curvatures",
-    "find_shared",
-    "private_trainings",
-    "write_gradients",
-]
-
 
 def adapter_class(module: nn.Module) -> type[ParallelAdapter]:
     """Return which adapter takes a module, sharded or not."""
@@ -73,7 +56,7 @@ def adapter_class(module: nn.Module) -> type[ParallelAdapter]:
         return FSDP2
     if any(is_dtensor(parameter) for parameter in module.parameters()):
         return TensorParallel
-    return Replicated
+    return ParallelAdapter
 
 
 def adapter_of(module: nn.Module, *, is_ordered: bool = False) -> ParallelAdapter:

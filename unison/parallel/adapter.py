@@ -32,7 +32,7 @@ from unison.shard.flat_group import PLAIN, RECOMPUTE
 from unison.shard.fsdp2 import set_attribute
 from unison.shard.granules import PerGranule, refuse_reentrant
 from unison.shard.layout import FlatLayout, Slot
-from unison.shard.ranks import Axes, Ranks, checksum, same_on_every_rank
+from unison.shard.ranks import Ranks, checksum, same_on_every_rank
 from unison.shard.reducers import FastReducer, Parts
 from unison.shard.sharded_tensor import ShardedTensor, local_part
 from unison.shard.unit import Unit, unit_of
@@ -214,7 +214,7 @@ class GroupSums:
 
     Args:
         params: The parameters, one per slot of the layout.
-        axes: The ranks.
+        ranks: Everyone.
         layout: Where the sums lie in the buffer that is exchanged; None for lines, as FSDP2 lays
             gradients out: see [Note: lines] in fsdp2.py.
         device: Where it is.
@@ -223,22 +223,22 @@ class GroupSums:
     def __init__(
         self,
         params: Sequence[ShardedParam],
-        axes: Axes,
+        ranks: Ranks,
         layout: FlatLayout | None,
         device: torch.device,
     ) -> None:
         self._params, self.names = params, [each.name for each in params]
         self._widths = [each.ranges[0][1] for each in params] if layout is None else None
         if self._widths is not None:  # to the reducer, all lines together are one parameter
-            length = axes.shard.size * sum(self._widths)
+            length = ranks.shard.size * sum(self._widths)
             layout = FlatLayout(
-                (Slot("lines", (length,), 0),), length, axes.shard.size, alignment=1
+                (Slot("lines", (length,), 0),), length, ranks.shard.size, alignment=1
             )
         assert layout is not None
-        self._axes, self._layout = axes, layout
+        self._ranks, self._layout = ranks, layout
         self.numel = sum(each.numel for each in params)
         self._like = torch.empty(0, dtype=torch.int64, device=device)
-        self._is_alone = axes.all.size == 1  # nothing is exchanged
+        self._is_alone = ranks.size == 1  # nothing is exchanged
         self.drop()
 
     def take(self, granules: Sequence[int], make_sums: MakeSums, dtype: torch.dtype) -> None:
@@ -253,7 +253,7 @@ class GroupSums:
                 self._add(sums)
                 continue
             if self._reducer is None:
-                self._reducer = FastReducer(self._layout, self._axes, self._like)
+                self._reducer = FastReducer(self._layout, self._ranks, self._like)
             self._reducer.take(granule, sums)
 
     def _lines(self, sums: Parts) -> Tensor:  # [ranks * length of a line]
@@ -263,7 +263,7 @@ class GroupSums:
             for each, total in zip(self._params, sums, strict=True)
             if each.numel
         ]
-        size = self._axes.shard.size
+        size = self._ranks.shard.size
         return torch._chunk_cat(wholes, 0, size).view(-1) if wholes else self._like.new_zeros(0)
 
     def start(self, *, is_last: bool) -> bool:
@@ -272,7 +272,7 @@ class GroupSums:
         Returns:
             Whether there is anything to `finish`.
         """
-        if self._reducer is None or not (is_last or self._axes.shard.size > 1):
+        if self._reducer is None or not (is_last or self._ranks.shard.size > 1):
             return False
         self._reducer.start()
         return True
@@ -292,7 +292,7 @@ class GroupSums:
 
     def take_totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         """Hand out what this rank holds of each sum; zeros where nobody used a parameter."""
-        rank = self._axes.shard.rank
+        rank = self._ranks.shard.rank
         totals = [
             self._like.new_zeros(stop - start) if total is None else total
             for total, (start, stop, _) in zip(self._totals, self._layout.pieces[rank], strict=True)
@@ -316,13 +316,13 @@ def in_buckets(params: Sequence[ShardedParam], ranks: Ranks) -> list[GroupSums]:
         params: In an order that every rank shares.
         ranks: The ranks whose sums are added; each has other samples.
     """
-    axes = Axes(all=ranks, shard=Ranks(None), replicas=ranks)
+    copies = Ranks(ranks.group, shard=Ranks(None), replicas=ranks)
     most = BYTES_PER_BUCKET if ranks.size > 1 else math.inf
     found = []
     for (_, device), alike in groupby(params, lambda p: (p.parameter.dtype, p.parameter.device)):
         for bucket in buckets(alike, lambda each: 4 * (each.stop - each.start), most):
             held = [(each.name, each.cut.sides if each.cut else each.shape) for each in bucket]
-            found.append(GroupSums(bucket, axes, FlatLayout.of(held), device))
+            found.append(GroupSums(bucket, copies, FlatLayout.of(held), device))
     return found
 
 
@@ -331,6 +331,10 @@ def in_buckets(params: Sequence[ShardedParam], ranks: Ranks) -> list[GroupSums]:
 
 class ParallelAdapter:
     """Knows how a module's parameters lie on ranks, and adds sums up over passes and ranks.
+
+    This one is for copies of the module on every rank: one process, several, or torch's DDP, past
+    whose own sums passes for statistics run the module inside. DDP's sum is left out: it would add
+    gradients as autograd leaves them, and there are none. Each other way has a subclass.
 
     Args:
         module: The user's module.
@@ -358,10 +362,11 @@ class ParallelAdapter:
     is_alone = False
     device: torch.device
     params: Sequence[ShardedParam]
-    can_repeat = False
-    runs_together = True
+    can_repeat = True
+    runs_together = False
     computes_with_dtensors = False
     why_uncompiled: str | None = None
+    _ddp: DistributedDataParallel | None = None  # around the module
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         self.module, self.is_ordered = module, is_ordered
@@ -371,6 +376,22 @@ class ParallelAdapter:
         self._is_complete: Callable[[Sequence[str]], bool] | None = None
         self._running: GroupSums | None = None  # whose sums are exchanged
         self._undo = ExitStack()
+        self._find_params()
+
+    def _find_params(self) -> None:
+        """Set `params`, who holds them, and the groups in which their sums are added."""
+        if isinstance(self.module, nn.DataParallel):
+            raise UnsupportedOperation(
+                "nn.DataParallel copies the module in every pass; use one process per device"
+            )
+        if isinstance(self.module, DistributedDataParallel):
+            self._ddp, self.module = self.module, self.module.module
+        self.ranks = Ranks(self._ddp.process_group) if self._ddp else Ranks.of(None)
+        self.everyone, self.is_alone = self.ranks, self.ranks.size == 1 and not self.is_ordered
+        trained = trained_params(self.module)
+        self.params = [ShardedParam.whole(name, each) for name, each in trained.items()]
+        self.device = next((each.device for each in trained.values()), torch.device("cpu"))
+        self._sums = in_buckets(self.params, self.ranks)
 
     # --- tracked parameters ----------------------------------------------------------------------
 
@@ -378,7 +399,23 @@ class ParallelAdapter:
         """Let captures take the place of autograd's gradients until `detach`; a collective.
 
         An error halfway leaves things for `detach` to undo.
+
+        Raises:
+            BadInput: The ranks hold different parameters.
         """
+        if not are_equal(self.ranks, self.params):
+            raise BadInput(
+                "the ranks hold different parameters; build the module from one seed on every "
+                "rank, or broadcast it"
+            )
+        if self._ddp is not None:
+            self._silence(self._ddp)
+
+    def _silence(self, ddp: DistributedDataParallel) -> None:
+        """Let DDP wait for no gradients: none come, and sums go over ranks by themselves."""
+        set_attribute(self._undo, ddp, "require_backward_grad_sync", False)
+        if ddp.static_graph:  # else its first backward pass would learn what the graph is like
+            set_attribute(self._undo, ddp, "_static_graph_delay_allreduce_enqueued", True)
 
     def detach(self) -> None:
         """Leave the module as it was."""
@@ -387,9 +424,7 @@ class ParallelAdapter:
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Let captures be installed in the module; around everything that runs under one."""
-        with ExitStack() as undo:
-            self._let_captures_place(undo)
-            yield
+        yield  # a capture puts tracked parameters in place by itself
 
     def _let_captures_place(self, undo: ExitStack) -> None:
         """Let a capture of the module call `_placing`, until `undo` is closed."""
@@ -404,8 +439,38 @@ class ParallelAdapter:
         return self
 
     def installed(self, captures: Mapping[int, Capture]) -> AbstractContextManager[object]:
-        """Put tracked parameters in place, for each granule those of its capture."""
-        raise NotImplementedError
+        """Put tracked parameters in place, for each granule those of its capture.
+
+        Raises:
+            BadInput: The module has been wrapped in DDP since, for other ranks.
+        """
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is not None and ddp is not self._ddp and ddp.module is self.module:
+            if Ranks(ddp.process_group).size != self.ranks.size:
+                raise BadInput(
+                    "make_private ran before the ranks were known to each other, so each would "
+                    "draw and train alone: make the process group (or the Accelerator) first"
+                )
+            self._ddp = ddp  # wrapped after make_private; it asks for gradients after the forward
+            self._silence(ddp)
+        if list(captures) == [PLAIN]:
+            return captures[PLAIN].installed()
+        return self._in_granules(captures)
+
+    @contextmanager
+    def _in_granules(self, captures: Mapping[int, Capture]) -> Iterator[None]:
+        """Let each granule compute with parameters of its own capture."""
+        found: dict[int, Tensor] = {}
+        with ExitStack() as stack:
+            for owner, attribute, parameter, name in find_params(self.module)[1]:
+                if not parameter.requires_grad:
+                    continue
+                if id(parameter) not in found:
+                    parts = [tracked(name, parameter, each) for each in captures.values()]
+                    found[id(parameter)] = PerGranule.of(parts)
+                owner.__dict__[attribute] = found[id(parameter)]
+                stack.callback(owner.__dict__.pop, attribute, None)
+            yield
 
     def ordinary_bytes(self) -> int:
         """Roughly what this rank's device holds in ordinary training, beside activations.
@@ -479,16 +544,12 @@ class ParallelAdapter:
             granules: This rank's, in the order in which they are added.
             dtype: Of the sums, the same on every rank.
         """
-        self._before_sums(plan)
         self._refuse_broken(make_sums)
         left = self._sums if self._begun is None else self._left
         self._begun, self._left = None, []
         for group in left:
             self._add_group(group, (make_sums, plan, granules, dtype))
         self._finish_running()
-
-    def _before_sums(self, plan: BatchPlan) -> None:
-        """Before what is left of a pass's sums is added."""
 
     def _refuse_broken(self, make_sums: MakeSums) -> None:
         if self._begun is not None and self._begun[0] is not make_sums:
@@ -550,95 +611,6 @@ def tracked(name: str, value: Tensor, capture: Capture) -> Tracked:
     return Tracked.of(value, (Source(name),), capture)
 
 
-# --- every rank holds the whole module ------------------------------------------------------------
-#
-# One process, several that hold copies, or torch's DDP. DDP's own sum is left out: it would add
-# gradients as autograd leaves them, and there are none.
-
-
-class Replicated(ParallelAdapter):
-    """Copies of a module on every rank.
-
-    Under DDP, passes for statistics run the module inside, past DDP's own sums.
-    """
-
-    can_repeat = True
-    runs_together = False
-
-    def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
-        if isinstance(module, nn.DataParallel):
-            raise UnsupportedOperation(
-                "nn.DataParallel copies the module in every pass; use one process per device"
-            )
-        self._ddp = module if isinstance(module, DistributedDataParallel) else None
-        super().__init__(self._ddp.module if self._ddp else module, is_ordered=is_ordered)
-        self.ranks = Ranks(self._ddp.process_group) if self._ddp else Ranks.of(None)
-        self.everyone, self.is_alone = self.ranks, self.ranks.size == 1 and not is_ordered
-        trained = trained_params(self.module)
-        self.params = [ShardedParam.whole(name, each) for name, each in trained.items()]
-        self.device = next((each.device for each in trained.values()), torch.device("cpu"))
-        self._sums = in_buckets(self.params, self.ranks)
-
-    def attach(self) -> None:
-        """See `ParallelAdapter`.
-
-        Raises:
-            BadInput: The ranks hold different parameters.
-        """
-        if not are_equal(self.ranks, self.params):
-            raise BadInput(
-                "the ranks hold different parameters; build the module from one seed on every "
-                "rank, or broadcast it"
-            )
-        if self._ddp is not None:
-            self._silence(self._ddp)
-
-    def _silence(self, ddp: DistributedDataParallel) -> None:
-        """Let DDP wait for no gradients: none come, and sums go over ranks by themselves."""
-        set_attribute(self._undo, ddp, "require_backward_grad_sync", False)
-        if ddp.static_graph:  # else its first backward pass would learn what the graph is like
-            set_attribute(self._undo, ddp, "_static_graph_delay_allreduce_enqueued", True)
-
-    @contextmanager
-    def observing(self) -> Iterator[None]:
-        """A capture puts tracked parameters in place by itself."""
-        yield
-
-    def installed(self, captures: Mapping[int, Capture]) -> AbstractContextManager[Any]:
-        """See `ParallelAdapter`.
-
-        Raises:
-            BadInput: The module has been wrapped in DDP since, for other ranks.
-        """
-        ddp = DistributedDataParallel._get_active_ddp_module()
-        if ddp is not None and ddp is not self._ddp and ddp.module is self.module:
-            if Ranks(ddp.process_group).size != self.ranks.size:
-                raise BadInput(
-                    "make_private ran before the ranks were known to each other, so each would "
-                    "draw and train alone: make the process group (or the Accelerator) first"
-                )
-            self._ddp = ddp  # wrapped after make_private; it asks for gradients after the forward
-            self._silence(ddp)
-        if list(captures) == [PLAIN]:
-            return captures[PLAIN].installed()
-        return self._in_granules(captures)
-
-    @contextmanager
-    def _in_granules(self, captures: Mapping[int, Capture]) -> Iterator[None]:
-        """Let each granule compute with parameters of its own capture."""
-        found: dict[int, Tensor] = {}
-        with ExitStack() as stack:
-            for owner, attribute, parameter, name in find_params(self.module)[1]:
-                if not parameter.requires_grad:
-                    continue
-                if id(parameter) not in found:
-                    parts = [tracked(name, parameter, each) for each in captures.values()]
-                    found[id(parameter)] = PerGranule.of(parts)
-                owner.__dict__[attribute] = found[id(parameter)]
-                stack.callback(owner.__dict__.pop, attribute, None)
-            yield
-
-
 def trained_params(module: nn.Module) -> dict[str, Any]:
     """Each trainable parameter once, by its canonical name."""
     found: dict[str, Any] = {}
@@ -671,44 +643,48 @@ class Units(ParallelAdapter):
         BadInput: Not all trainable parameters are in units.
     """
 
-    def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
-        root = unit_of(module)
+    can_repeat = False
+    runs_together = True
+
+    def _find_params(self) -> None:
+        root = unit_of(self.module)
         if root is None:
             raise BadInput(
                 "parts of the module are sharded and the module itself is not; call "
                 "unison.fully_shard on it too, or unison.auto_shard"
             )
-        super().__init__(module, is_ordered=root.options.reducer == "ordered")
+        self.is_ordered = root.reducer == "ordered"
         self._root, self._units = root, context_of(root).units
-        self.ranks = self.everyone = root.axes.all
-        self.num_places = root.axes.shard.size
-        self.device = next(group.device for unit in self._units for group in unit.groups)
-        self._names = {id(piece): canonical_name(name) for name, piece in module.named_parameters()}
+        self.ranks = self.everyone = root.ranks
+        self.num_places = root.ranks.shard.size
+        self.device = context_of(root).groups[0].device
+        self._names = {
+            id(piece): canonical_name(name) for name, piece in self.module.named_parameters()
+        }
         found: dict[int, ShardedParam] = {}
         self._of_unit: dict[Unit, list[GroupSums]] = {}
         for group in (group for unit in self._units for group in unit.trainable):
             params = [
-                ShardedParam(self._names[id(piece)], piece, slot.shape, own, root.axes.shard.rank)
+                ShardedParam(self._names[id(piece)], piece, slot.shape, own, root.ranks.shard.rank)
                 for piece, slot, own in zip(
                     group.pieces, group.slots, group.layout.ranges, strict=True
                 )
             ]
             found.update({id(each.parameter): each for each in params})
-            self._sums.append(GroupSums(params, group.axes, group.layout, group.device))
+            self._sums.append(GroupSums(params, group.ranks, group.layout, group.device))
             self._of_unit.setdefault(group.unit, []).append(self._sums[-1])
-        self.params = [found[id(piece)] for piece in module.parameters() if id(piece) in found]
+        self.params = [found[id(piece)] for piece in self.module.parameters() if id(piece) in found]
         # The backward pass reaches the last units first, and so did their gradients before.
         self._sums.reverse()
 
     def ordinary_bytes(self) -> int:
         """See `ParallelAdapter`; parameters of the root, and of ZeRO-2's units, stay gathered."""
-        groups = [group for unit in self._units for group in unit.groups]
         held = 0
-        for group in groups:
+        for group in context_of(self._root).groups:
             copies = 4 if group.requires_grad else 1
-            held += group.shard.nbytes * (copies if self._root.options.offload is None else 1)
+            held += group.shard.nbytes * (copies if self._root.offload is None else 1)
         full = {unit: sum(group.full_bytes for group in unit.groups) for unit in self._units}
-        kept = {unit for unit in self._units if unit.options.reshard_after_forward is False}
+        kept = {unit for unit in self._units if unit.reshard_after_forward is False}
         kept.add(self._root)
         at_once = sorted(full[unit] for unit in self._units if unit not in kept)[-2:]
         return held + sum(at_once) + sum(full[unit] for unit in kept) + 8 * self._widest
@@ -719,6 +695,13 @@ class Units(ParallelAdapter):
         self._undo.callback(setattr, self._root, "runs_hooks_first", False)
         self._undo.callback(setattr, context_of(self._root), "compares_ways", False)
         self._let_captures_place(self._undo)
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """See `ParallelAdapter`."""
+        with ExitStack() as undo:
+            self._let_captures_place(undo)
+            yield
 
     @contextmanager
     def installed(self, captures: Mapping[int, Capture]) -> Iterator[None]:

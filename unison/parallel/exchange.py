@@ -12,7 +12,6 @@ one thing: how a rank's sums are bracketed.
 import math
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,11 +38,6 @@ def wire_device(ranks: Ranks) -> torch.device:
     """Where small objects must be to go over the ranks' network."""
     is_nccl = "nccl" in str(dist.get_backend(ranks.group))
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
-
-
-def broadcast_object(ranks: Ranks, source: int, value: T) -> T:
-    """One rank's value, which can be pickled, on every rank; a collective."""
-    return ranks.broadcast_object(value, source)
 
 
 def largest(ranks: Ranks, device: torch.device, *values: int) -> list[int]:
@@ -314,25 +308,15 @@ class SharedBlocks:
 # --- dealt batches: which rows of a pass are which samples, and their granules --------------------
 
 
-@dataclass(frozen=True, eq=False)
-class BatchRows:
-    """The rows of one pass, cut as they are computed.
-
-    Attributes:
-        granules: Global number of each granule; None for a pass that comes whole.
-        edges: Rank r holds the granules [edges[r], edges[r + 1]) of the logical batch.
-        first_ids: Global number of each part's first row.
-        is_real: Which rows of each part are samples [rows]; None if all are.
-    """
-
-    granules: tuple[int, ...] | None
-    edges: tuple[int, ...]
-    first_ids: tuple[int, ...]
-    is_real: tuple[Tensor | None, ...]
+PartRows = tuple[int | None, int, Tensor | None]
+"""The rows of a part of a pass: the global number of its granule, None if the pass comes whole;
+that of its first row; which rows are samples [rows], None if all are."""
 
 
-def rows_of(inputs: Any, num_rows: int, ranks: Ranks, num_before: int) -> tuple[BatchRows, int]:
-    """Say which rows a pass has; a collective where batches are not dealt.
+def rows_of(
+    inputs: Any, num_rows: int, ranks: Ranks, num_before: int
+) -> tuple[Sequence[PartRows], tuple[int, ...], int]:
+    """Say which rows a pass has, cut as they are computed; a collective if they are not dealt.
 
     Args:
         inputs: What the module was called with.
@@ -341,7 +325,8 @@ def rows_of(inputs: Any, num_rows: int, ranks: Ranks, num_before: int) -> tuple[
         num_before: Rows of all ranks in earlier batches of the same step.
 
     Returns:
-        The rows, and `num_before` for the next pass.
+        The rows of its parts; the edges of granules, of which rank r holds [edges[r], edges[r + 1])
+        in the logical batch; `num_before` for the next pass.
 
     Raises:
         BadInput: If the batch is in granules and no plan says which.
@@ -349,21 +334,22 @@ def rows_of(inputs: Any, num_rows: int, ranks: Ranks, num_before: int) -> tuple[
     num_granules, plan = num_granules_of(inputs), plan_of(inputs) or current_plan()
     if num_granules:
         plan = checked_plan(plan, num_granules)
+        edges, granules = plan.edges, plan.granule_ids
         is_real = (plan.sample_ids >= 0).split(plan.granule)
-        first = tuple(num_before + granule * plan.granule for granule in plan.granule_ids)
-        rows = BatchRows(plan.granule_ids, plan.edges, first, tuple(is_real))
+        firsts = [num_before + granule * plan.granule for granule in granules]
+        parts: Sequence[PartRows] = list(zip(granules, firsts, is_real, strict=True))
     elif plan is not None and not plan.is_granular and len(plan.sample_ids) == num_rows:
-        real, one = plan.sample_ids >= 0, num_before + plan.granule_ids[0] * plan.granule
-        rows = BatchRows(None, (), (one,), (real,))
+        first = num_before + plan.granule_ids[0] * plan.granule
+        edges, parts = (), [(None, first, plan.sample_ids >= 0)]
     else:
         counts = torch.zeros(ranks.size, dtype=torch.int64)
         counts[ranks.rank] = num_rows
         if ranks.size > 1:
             counts = ranks.sum_(counts.to(wire_device(ranks))).cpu()
         before = num_before + int(counts[: ranks.rank].sum())
-        return BatchRows(None, (), (before,), (None,)), num_before + int(counts.sum())
+        return [(None, before, None)], (), num_before + int(counts.sum())
     # The passes of one batch number its rows themselves.
-    return rows, num_before + plan.num_samples * plan.closes_logical_batch
+    return parts, edges, num_before + plan.num_samples * plan.closes_logical_batch
 
 
 def draws_of_pass(inputs: Any) -> BatchDraws | None:

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unison.capture import Capture
 from unison.capture.capture import PLACING
@@ -28,6 +28,7 @@ from unison.capture.tracked import Tracked
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel.adapter import (
     GroupSums,
+    MakeSums,
     ParallelAdapter,
     ShardedParam,
     capture_of,
@@ -48,7 +49,7 @@ from unison.shard.fsdp2 import (
     uses_of,
 )
 from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_of
-from unison.shard.ranks import Axes, compare_ways
+from unison.shard.ranks import Ranks, compare_ways
 from unison.shard.sharded_tensor import element_ranges, fsdp2_modules, one_mesh, show_shards
 from unison.shard.unit import Hidden, places_of, restore, shadow, shadowed
 from unison.torch_internals import canonical_name, is_dtensor
@@ -64,20 +65,23 @@ class FSDP2(ParallelAdapter):
         UnsupportedOperation: Parameters are cut in any other way than by rows.
     """
 
-    def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
+    can_repeat = False
+    runs_together = True
+
+    def _find_params(self) -> None:
+        module = self.module
         show_shards(module)
         self._ordered = [each for each in module.modules() if ordered_model_of(each) is not None]
-        super().__init__(module, is_ordered=is_ordered or bool(self._ordered))
+        self.is_ordered |= bool(self._ordered)
         trained = trained_params(module)
         mesh = _shared_mesh(trained, [child for _, child in fsdp2_modules(module)])
-        axes = Axes.of(mesh)
-        self.ranks = self.everyone = axes.all
-        self.num_places = axes.shard.size
+        ranks = self.ranks = self.everyone = Ranks.of(mesh)
+        self.num_places = ranks.shard.size
         self.device = torch.device(mesh.device_type)
         self.params = []
         for name, each in trained.items():
-            ranges = element_ranges(each.shape, axes.shard.size)
-            own = ShardedParam(name, each, tuple(each.shape), ranges, axes.shard.rank)
+            ranges = element_ranges(each.shape, ranks.shard.size)
+            own = ShardedParam(name, each, tuple(each.shape), ranges, ranks.shard.rank)
             self.params.append(own)
         by_id = {id(each.parameter): each for each in self.params}
         # Of several modules that were given to fully_shard at once, all have the same group.
@@ -88,7 +92,7 @@ class FSDP2(ParallelAdapter):
             new = [each for each in param_groups_of(child) if each not in seen]
             seen += new
             has_children = len(fsdp2_modules(child)) > 1
-            groups = [FSDP2Group(each, by_id, axes, has_children=has_children) for each in new]
+            groups = [FSDP2Group(each, by_id, ranks, has_children=has_children) for each in new]
             named = canonical_name(path) or "root", child
             self._gathered += [(named[0], each) for each in new]
             self._of_module.append((*named, [each for each in groups if each.rows]))
@@ -186,9 +190,13 @@ class FSDP2(ParallelAdapter):
             for group, others in zip(self._groups, before, strict=True):
                 group.begin(others)
 
-    def _before_sums(self, plan: BatchPlan) -> None:
+    def add(
+        self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        """See `ParallelAdapter`."""
         for group in self._groups:
             group.refuse_gradients()
+        super().add(make_sums, plan, granules, dtype)
 
 
 class FSDP2Group:
@@ -197,7 +205,7 @@ class FSDP2Group:
     Args:
         fsdp: The `FSDPParamGroup`.
         params: What is trained, by the parameter's id.
-        axes: The ranks.
+        ranks: Everyone.
         has_children: Whether there are FSDP2 modules inside of the group's module.
 
     Attributes:
@@ -205,13 +213,13 @@ class FSDP2Group:
     """
 
     def __init__(
-        self, fsdp: Any, params: Mapping[int, ShardedParam], axes: Axes, *, has_children: bool
+        self, fsdp: Any, params: Mapping[int, ShardedParam], ranks: Ranks, *, has_children: bool
     ) -> None:
         self.fsdp = fsdp
         infos = [(each, each._module_info) for each in fsdp.fsdp_params]
         held = [(info.module._parameters[info.param_name], each) for each, info in infos]
         self.rows = [(params[id(own)], each) for own, each in held if id(own) in params]
-        self.sums = GroupSums([each for each, _ in self.rows], axes, None, fsdp.device)
+        self.sums = GroupSums([each for each, _ in self.rows], ranks, None, fsdp.device)
         self._has_children = has_children
         self._places = places_of([[uses_of(each) for _, each in self.rows]])
         self._captures: Mapping[int, Capture] = {}  # of the pass under way

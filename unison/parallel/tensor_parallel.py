@@ -18,7 +18,7 @@ alone.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +31,7 @@ from unison.capture import Capture
 from unison.capture.parts import local, span_of
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel.adapter import (
+    MakeSums,
     ParallelAdapter,
     ShardedParam,
     are_equal,
@@ -77,16 +78,16 @@ class TensorParallel(ParallelAdapter):
         UnsupportedOperation: Parameters lie on the ranks in a way that is not known.
     """
 
-    can_repeat = True
+    runs_together = True
     computes_with_dtensors = True
     why_uncompiled: str | None = (
         "what parallelize_module has cut computes with distributed tensors, whose parts no rule "
         "takes while a graph is traced"
     )
 
-    def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
+    def _find_params(self) -> None:
+        module = self.module
         refuse_compiled(module.named_modules())
-        super().__init__(module, is_ordered=is_ordered)
         self.everyone, self.ranks, self._tensor = _axes(_shared_mesh(module))
         self.params = [_part(name, each) for name, each in trained_params(module).items()]
         self.device = self.params[0].parameter.device
@@ -205,11 +206,15 @@ class TensorParallel(ParallelAdapter):
                     "bring its module's inputs together with PrepareModuleInput"
                 )
 
-    def _before_sums(self, plan: BatchPlan) -> None:
+    def add(
+        self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        """See `ParallelAdapter`."""
         if plan.closes_logical_batch:
             # One rank writes the ledger. Those beside it on the tensor axis wait for it here, and
             # all others for one of them in the exchange.
             self._tensor.sum_(torch.zeros(1, device=self.device))
+        super().add(make_sums, plan, granules, dtype)
 
     def totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         """Hand out the sums of this rank's parts: see [Note: replicas stay equal]."""

@@ -7,9 +7,10 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -25,10 +26,9 @@ from unison.shard.flat_group import (
     CPUOffload,
     MixedPrecision,
     NamedParameter,
-    UnitOptions,
     is_piece,
 )
-from unison.shard.ranks import DONE, Axes, Work
+from unison.shard.ranks import DONE, Ranks, Work
 from unison.shard.sharded_tensor import HeldGradient, ShardedTensor, shard_of, show_shards
 from unison.shard.unit import TAKEN_BY, UNIT_ATTRIBUTE, Unit, unit_of, units_of
 from unison.torch_internals import canonical_name, has_values, is_dtensor
@@ -94,10 +94,10 @@ def fully_shard(
             "reshard_after_forward must be True, False or a number, found "
             f"{reshard_after_forward!r}"
         )
-    axes = Axes.of(mesh)
+    ranks = Ranks.of(mesh)
     if not isinstance(reshard_after_forward, bool):
-        axes.shard.neighbours(reshard_after_forward)  # refuses what does not divide the ranks
-    divisor = axes.all.size if gradient_divisor == "world_size" else gradient_divisor
+        ranks.shard.neighbours(reshard_after_forward)  # refuses what does not divide the ranks
+    divisor = ranks.size if gradient_divisor == "world_size" else gradient_divisor
     if isinstance(divisor, str):
         raise BadInput(f"gradient_divisor must be 'world_size' or a number, found {divisor!r}")
     check.positive(gradient_divisor=divisor)
@@ -106,18 +106,22 @@ def fully_shard(
             "the ordered reducer needs gradient_divisor=1 and a loss made by unison.batch_mean: a "
             "mean over one rank's samples has other bits at other world sizes"
         )
-    options = UnitOptions(
-        reshard_after_forward=reshard_after_forward,
-        reducer=reducer,
-        gradient_divisor=float(divisor),
-        precision=as_precision(mp_policy),
-        offload=as_offload(offload_policy),
-    )
+    precision, offload = as_precision(mp_policy), as_offload(offload_policy)
     parameters = collect_parameters(module)
     if not parameters and not any(unit_of(child) for child in module.modules()):
         raise BadInput(f"{type(module).__name__} has no parameters to shard")
-    unit = Unit(module, parameters, axes, options, _device_of(mesh, parameters))
-    _cast_buffers(module, options.precision)
+    unit = Unit(
+        module,
+        parameters,
+        ranks,
+        _device_of(mesh, parameters),
+        reshard_after_forward=reshard_after_forward,
+        reducer=reducer,
+        gradient_divisor=float(divisor),
+        precision=precision,
+        offload=offload,
+    )
+    _cast_buffers(module, precision)
     module.__dict__[UNIT_ATTRIBUTE] = unit
     install(unit)
     # FSDP2 gives a module another class to have its verbs; here the class stays, and the instance
@@ -338,7 +342,7 @@ def set_requires_gradient_sync(
     """
     units = units_of(module) if recurse else [_unit(module)]
     for unit in units:
-        if unit.options.reducer == "ordered":
+        if unit.reducer == "ordered":
             raise UnsupportedOperation(
                 f"{unit.name or 'the module'} sums a logical batch once, in one order; let "
                 "unison.deal(loader, granule=..., micro_batch=...) cut the batch into passes"
@@ -352,7 +356,7 @@ def set_reshard_after_forward(
 ) -> None:
     """Free full parameters after the forward pass, or keep them for the backward pass."""
     for unit in units_of(module) if recurse else [_unit(module)]:
-        unit.options = replace(unit.options, reshard_after_forward=bool(reshard_after_forward))
+        unit.reshard_after_forward = bool(reshard_after_forward)
 
 
 def _unit(module: nn.Module) -> Unit:
@@ -524,27 +528,14 @@ def _adopt_flat_state(optimizer: Optimizer) -> None:
 # How much memory each unit takes on a rank.
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitMemory:
-    """Bytes of one unit on one rank.
+def unit_memory(module: nn.Module) -> list[SimpleNamespace]:
+    """What each unit of a sharded model takes on this rank in bytes, the root first.
 
-    Attributes:
-        name: The unit's module in the model.
-        num_parameters: Elements of its parameters, over all ranks.
-        shard: What the rank always holds of them.
-        full: What it holds in addition while the unit computes.
-        gradient: Its shard of the gradient, trainable parameters only.
-    """
-
-    name: str
-    num_parameters: int
-    shard: int
-    full: int
-    gradient: int
-
-
-def unit_memory(module: nn.Module) -> list[UnitMemory]:
-    """What each unit of a sharded model takes on this rank, the root first.
+    Returns:
+        The `name` of each unit's module in the model; `num_parameters`, the elements of its
+        parameters over all ranks; `shard`, what the rank always holds of them; `full`, what it
+        holds in addition while the unit computes; and `gradient`, its shard of the gradient,
+        trainable parameters only.
 
     Raises:
         BadInput: If the module is not sharded.
@@ -554,7 +545,7 @@ def unit_memory(module: nn.Module) -> list[UnitMemory]:
     if not units:
         raise BadInput(f"{type(module).__name__} is not sharded; call unison.fully_shard first")
     return [
-        UnitMemory(
+        SimpleNamespace(
             name=paths[unit.module] or "root",
             num_parameters=sum(slot.numel for group in unit.groups for slot in group.slots),
             shard=sum(group.shard.nbytes for group in unit.groups),

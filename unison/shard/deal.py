@@ -20,6 +20,7 @@ from unison.rng import BatchDraws, Key
 from unison.shard.granules import PLAN, TAKES_GRANULES, PerGranule, join, plan_of
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
 from unison.shard.reducers import sum_over_granules
+from unison.torch_internals import WithGradients
 
 # ------------------------------------------------------------------------------------------------
 # Plain tensors of a dealt batch, which hand its plan on to what is computed of them.
@@ -418,21 +419,14 @@ def _batch_mean(per_sample_losses: Tensor, is_local: bool = False) -> Tensor:
             )
     if is_local:
         plan = replace(plan, ranks=Ranks(None))
-    return _BatchMean.apply(plan, *parts)  # type: ignore[return-value]
+    scales: list[Tensor] = []
 
-
-class _BatchMean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: BatchPlan, *losses: Tensor) -> Tensor:
+    def make() -> Tensor:
         count = max(plan.num_samples, 1)
-        flat = torch.cat([loss.detach().reshape(-1) for loss in losses])
+        flat = torch.cat([loss.detach().reshape(-1) for loss in parts])
         weights = plan.weights.to(flat.device)
-        ctx.scales = [
-            (weight / count).to(loss.dtype)
-            for weight, loss in zip(
-                weights.split([len(loss) for loss in losses]), losses, strict=True
-            )
-        ]
+        of_parts = zip(weights.split([len(loss) for loss in parts]), parts, strict=True)
+        scales.extend((weight / count).to(loss.dtype) for weight, loss in of_parts)
         # A row of weight zero may hold anything, NaN included: select, do not multiply.
         counted = torch.where(weights > 0, flat.double(), 0.0)
         sums = counted.view(-1, plan.granule).sum(dim=1)  # [granules of this rank]
@@ -440,11 +434,12 @@ class _BatchMean(torch.autograd.Function):
         total = sum_over_granules(of_granules, plan)
         return (sums.new_zeros(()) if total is None else total / count).to(flat.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def gradients(gradient: Tensor) -> list[Tensor]:
         global _mean_was_used
         _mean_was_used = True
-        return None, *(gradient * scale for scale in ctx.scales)
+        return [gradient * scale for scale in scales]
+
+    return WithGradients.apply(make, gradients, *parts)  # type: ignore[return-value]
 
 
 TAKES_GRANULES.add(batch_mean)

@@ -45,7 +45,7 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _ranks_of(module: nn.Module) -> Ranks:
     """The ranks that hold the parts of a module; one if it is not sharded."""
     for unit in units_of(module):
-        return unit.axes.all
+        return unit.ranks
     mesh = next((getattr(each, "device_mesh", None) for each in module.parameters()), None)
     return Ranks(None) if mesh is None else Ranks.of(mesh)
 

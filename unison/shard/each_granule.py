@@ -15,7 +15,7 @@ import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any, NoReturn
 
@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from unison.errors import UnsupportedOperation
@@ -47,6 +46,7 @@ from unison.shard.granules import (
 )
 from unison.shard.guard.records import caller, lines_of
 from unison.shard.reducers import sum_over_granules
+from unison.torch_internals import DispatchMode
 
 # ------------------------------------------------------------------------------------------------
 # What a module's forward leaves behind in the module, where it runs once per granule.
@@ -399,7 +399,7 @@ def granular_pass(
     Raises:
         UnsupportedOperation: If it draws, or writes to tensors, in a way that depends on ranks.
     """
-    global _looking
+    global _is_looking
     num_granules = num_granules_of(inputs)
     plan = draws = None
     if num_granules and not is_in_backward():
@@ -418,12 +418,12 @@ def granular_pass(
             return
         _refuse_sync_batch_norm(name, module)
         others = other_generator_states()
-        before, _looking = _looking, OperationWatch(name) if looks_at_writes else None
+        before, _is_looking = _is_looking, looks_at_writes
         try:
-            with _looking or OperationWatch(name):
+            with DispatchMode(functools.partial(_look, name)):
                 yield
         finally:
-            _looking = before
+            _is_looking = before
         if other_generator_states() != others:
             raise UnsupportedOperation(
                 f"{name} draws from Python's random or from numpy, whose numbers would be others "
@@ -441,64 +441,49 @@ def _refuse_sync_batch_norm(name: str, module: nn.Module) -> None:
             )
 
 
-class OperationWatch(TorchDispatchMode):
-    """Looks at every operation of a pass for draws that nobody counts and writes that all see.
+# Memory that the running granule may write to, where its operations are looked at: what it was
+# given, and what it has made.
+_writable: set[int] | None = None
+_is_looking = False
 
-    Args:
-        name: The module's name, for messages.
-    """
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-        self._own: set[int] | None = None  # memory that the running granule may write to
+@contextmanager
+def _looked_at(own: Any) -> Iterator[None]:
+    """Let a block be a granule's, which may write to these values, if that is looked at."""
+    global _writable
+    before = _writable
+    if _is_looking:
+        _writable = {_memory(value) for value in tree_iter(own) if isinstance(value, Tensor)}
+    try:
+        yield
+    finally:
+        _writable = before
 
-    @contextmanager
-    def granule(self, own: Any) -> Iterator[None]:
-        """Let a block be a granule's: it may write to what it makes and to these values."""
-        before = self._own
-        self._own = {_memory(value) for value in tree_iter(own) if isinstance(value, Tensor)}
-        try:
-            yield
-        finally:
-            self._own = before
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        """Look at an operation and run it."""
-        kwargs = kwargs or {}
-        if current_draws() is None:  # a module is tried out, and this is nobody's batch
-            return func(*args, **kwargs)
-        if not is_seeding() and is_draw(func, args, kwargs):
+def _look(name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run an operation, unless it draws as nobody counts, or writes what all granules see."""
+    if current_draws() is None:  # a module is tried out, and this is nobody's batch
+        return func(*args, **kwargs)
+    if not is_seeding() and is_draw(func, args, kwargs):
+        raise UnsupportedOperation(
+            f"{name}: {_name_of(func)} draws random numbers in a way that cannot be "
+            "given to samples, so that they would be others at another number of ranks; draw "
+            "with torch.rand, torch.bernoulli, F.dropout and the like"
+        )
+    if _writable is None:
+        return func(*args, **kwargs)
+    for value in written_by(func, args, kwargs) if func._schema.is_mutable else ():
+        if value.numel() and _memory(value) not in _writable:
+            line = lines_of(caller(sys._getframe(1))[1])[0]
             raise UnsupportedOperation(
-                f"{self._name}: {_name_of(func)} draws random numbers in a way that cannot be "
-                "given to samples, so that they would be others at another number of ranks; draw "
-                "with torch.rand, torch.bernoulli, F.dropout and the like"
+                f"{name}: {_name_of(func)} writes to a tensor of shape {list(value.shape)} that "
+                f"was there before, at {line}. All granules share it, so that its value would "
+                "depend on how many of them a rank has; return the new value from the forward "
+                "pass and set it outside"
             )
-        if self._own is not None and func._schema.is_mutable:
-            self._check_writes(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if self._own is not None:
-            self._own.update(
-                _memory(value) for value in tree_iter(result) if isinstance(value, Tensor)
-            )
-        return result
-
-    def _check_writes(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        assert self._own is not None
-        for value in written_by(func, args, kwargs):
-            if value.numel() and _memory(value) not in self._own:
-                line = lines_of(caller(sys._getframe(1))[1])[0]
-                raise UnsupportedOperation(
-                    f"{self._name}: {_name_of(func)} writes to a tensor of shape "
-                    f"{list(value.shape)} that was there before, at {line}. All granules share it, "
-                    "so that its value would depend on how many of them a rank has; return the new "
-                    "value from the forward pass and set it outside"
-                )
-
-
-_looking: OperationWatch | None = None
+    result = func(*args, **kwargs)
+    _writable.update(_memory(value) for value in tree_iter(result) if isinstance(value, Tensor))
+    return result
 
 
 def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -572,7 +557,7 @@ def call_each_granule(
         own = dict(zip(containers, held[index], strict=True))
         with of_granule(index), state.granule(index, own) as tensors:
             writable = (own_args, own_kwargs, own, tensors, handed.made[index])
-            with nullcontext() if _looking is None else _looking.granule(writable):
+            with _looked_at(writable):
                 before, _running = _running, index
                 try:
                     outputs.append(call(index, own_args, own_kwargs))

@@ -46,7 +46,7 @@ from unison.shard.deal import (
     without_plan,
 )
 from unison.shard.each_granule import call_each_granule, granular_pass, holds_cache
-from unison.shard.flat_group import PLAIN, StoragePhase, per_granule, watch_compiled
+from unison.shard.flat_group import PLAIN, per_granule, watch_compiled
 from unison.shard.granules import (
     Bypassed,
     PerGranule,
@@ -66,7 +66,7 @@ from unison.shard.ranks import (
     meet,
     same_on_every_rank,
 )
-from unison.shard.unit import Unit, Versions, shadowed, units_of
+from unison.shard.unit import SETTINGS, Unit, Versions, shadowed, units_of
 from unison.torch_internals import ORIGINAL, backend_in, canonical_name, has_values, pinned
 
 # ------------------------------------------------------------------------------------------------
@@ -82,13 +82,13 @@ def check_same_model(units: list[Unit]) -> None:
     items: dict[str, object] = {}
     starts: dict[str, object] = {}
     for unit in units:
-        items[f"options of {unit.name}"] = unit.options
+        items[f"options of {unit.name}"] = {name: getattr(unit, name) for name in SETTINGS}
         for group in unit.groups:
             for slot, start in zip(group.slots, group.unchanged_start(), strict=True):
                 name = f"{unit.name}: {slot.name}"
                 items[name] = (slot.shape, group.dtype, group.requires_grad)
                 starts[f"initial values of {name}"] = start
-    everyone = units[0].axes.all
+    everyone = units[0].ranks
     compare_across_ranks("the sharded model", items, everyone.group)
     # Ranks whose models were built from different seeds would each keep a part of another one.
     device = next((group.device for unit in units for group in unit.groups), None)
@@ -160,6 +160,7 @@ class Context:
     def __init__(self, root: Unit) -> None:
         self.root = root
         self.units = units_of(root.module)
+        self.groups = [group for unit in self.units for group in unit.groups]
         paths = {module: path for path, module in root.module.named_modules()}
         for unit in self.units:
             unit.name = canonical_name(paths[unit.module]) or "root"
@@ -193,12 +194,9 @@ class Context:
         Raises:
             UnsupportedOperation: Another rank has come to another place; on every rank.
         """
-        device = next(group.device for each in self.units for group in each.groups)
-        names = [each.name for each in self.units]
+        names, name = [each.name for each in self.units], None if unit is None else unit.name
         try:
-            compare_ways(
-                self.root.axes.all, what, names, None if unit is None else unit.name, device
-            )
+            compare_ways(self.root.ranks, what, names, name, self.groups[0].device)
         except UnsupportedOperation:
             self.abandon()
             raise
@@ -232,7 +230,7 @@ class Context:
         if not self._has_compared_data and torch.is_grad_enabled():
             self._has_compared_data = True
             if plan_of(inputs) is None and current_plan() is None:
-                warn_of_same_data(self.root.axes.all, inputs)
+                warn_of_same_data(self.root.ranks, inputs)
 
     def note_forward(self, unit: Unit) -> int:
         """Put a unit into the order of the forward pass, and start to gather its successor.
@@ -255,14 +253,13 @@ class Context:
     @property
     def has_to_gather(self) -> bool:
         """Whether a pass would gather anything: not while all modules are `unshard()`ed."""
-        groups = (group for unit in self.units for group in unit.groups)
-        return any(not each.is_alias and each.phase is StoragePhase.SHARDED for each in groups)
+        return any(not each.is_alias and each.phase == "sharded" for each in self.groups)
 
     def keeps_full(self, unit: Unit) -> bool:
         """Whether a unit's parameters stay after its forward pass."""
         if self.loop_granule is not None:
             return True  # ranks loop over different numbers of granules, but gather equally often
-        is_kept = unit is self.root or unit.options.reshard_after_forward is False
+        is_kept = unit is self.root or unit.reshard_after_forward is False
         return is_kept and torch.is_grad_enabled()
 
     def granules(self, num_granules: int) -> list[int]:
@@ -271,7 +268,7 @@ class Context:
         if plan is not self._plan:
             if self._plan is not None and plan.accumulation is not self._plan.accumulation:
                 for unit in self.units:  # what a logical batch that was left early had summed
-                    if unit.options.reducer == "ordered":
+                    if unit.reducer == "ordered":
                         unit.forget_gradients()
             self._plan = plan
             for unit in self.units:
@@ -354,7 +351,7 @@ class Context:
         reducer sums after each pass instead and so never holds a whole gradient.
         """
         is_open = self._plan is not None and not self._plan.closes_logical_batch
-        return is_open and unit.options.reducer == "ordered"
+        return is_open and unit.reducer == "ordered"
 
     def _start_reduce(self, unit: Unit) -> None:
         self.finish_reduce()  # maybe of the same unit, which was reached again
@@ -371,7 +368,7 @@ class Context:
     def _end_backward(self) -> None:
         if self.compares_ways:
             self.compare_ways(None, "backward end")
-        divisor = self.root.options.gradient_divisor
+        divisor = self.root.gradient_divisor
         if take_mean_was_used() and divisor != 1:
             self.abandon()
             raise BadInput(
@@ -392,7 +389,7 @@ class Context:
                 unit.show_pieces()
             else:
                 unit.end_backward()
-        for group in (group for unit in self.units for group in unit.groups):
+        for group in self.groups:
             group.settle()
         self._begun.clear()
         self._is_in_backward = False
@@ -405,7 +402,7 @@ class Context:
         # What this rank used itself it gets in any case: a unit that was summed twice may have
         # used it in one of the two sums only.
         used = {place for unit in units for place in unit.used}
-        everyone = self.root.axes.all
+        everyone = self.root.ranks
         if everyone.size > 1 and places:
             own = [place in used for place in places]
             flags = flags_of_all(everyone, own, groups[0].device)
@@ -523,13 +520,13 @@ def _run_forward(
     if is_evaluation and context.has_to_gather and has_values():
         # Some run it on one rank alone, or for more batches than on others.
         what = f"a forward pass of {unit.name!r} without gradients"
-        meet(unit.axes.shard, what, may_be_late=True)
+        meet(unit.ranks.shard, what, may_be_late=True)
     context.check_first_use((args, kwargs))
     if unit.is_plain and num_granules_of((args, kwargs)) == 0:
         if unit is context.root and not is_recompute:
             context.begin_forward()
         return unit.forward(*args, **kwargs)
-    precision = unit.options.precision
+    precision = unit.precision
     if precision.cast_inputs:
         args, kwargs = _cast((args, kwargs), precision.param)
     if context.depth == 0 and not is_recompute:
@@ -616,7 +613,7 @@ def _compute(unit: Unit, context: Context, args: tuple, kwargs: dict[str, Any]) 
 
 def _granule_of_plain(unit: Unit, context: Context) -> int:
     """Which leaves a pass over plain tensors uses."""
-    is_ordered = unit.options.reducer == "ordered" and unit.leaf_source is None
+    is_ordered = unit.reducer == "ordered" and unit.leaf_source is None
     if not is_ordered or not torch.is_grad_enabled():
         return PLAIN
     if is_in_backward():

@@ -28,9 +28,8 @@ in one process.
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ from torch.utils._pytree import tree_iter
 from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.granules import PerGranule, refuse_reentrant
 from unison.shard.layout import FlatLayout, Placement
-from unison.shard.ranks import DONE, Axes, Ranks, Work
+from unison.shard.ranks import DONE, Ranks, Work
 from unison.shard.sharded_tensor import HeldGradient, ShardedTensor, local_part, shard_of
 from unison.torch_internals import GATHERED, has_values
 
@@ -110,17 +109,6 @@ class CPUOffload:
     parameters: bool = True
     gradients: bool = True
     pin_memory: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitOptions:
-    """How a unit is sharded; see `fully_shard` for what the fields mean."""
-
-    reshard_after_forward: bool | int
-    reducer: str
-    gradient_divisor: float
-    precision: MixedPrecision
-    offload: CPUOffload | None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -299,14 +287,6 @@ def is_piece(parameter: Tensor) -> bool:
     return isinstance(parameter, ShardedTensor) or hasattr(parameter, PIECE)
 
 
-class StoragePhase(Enum):
-    """What a flat buffer holds at the moment."""
-
-    SHARDED = auto()  # `full` has no memory
-    GATHERING = auto()  # a collective is writing `full`
-    FULL = auto()  # `full` holds the parameters
-
-
 Use = tuple[nn.Module, str]
 """A module and the attribute at which it holds a parameter; a tied parameter has several."""
 
@@ -318,41 +298,41 @@ class FlatGroup:
     """Parameters of one unit that share dtype and `requires_grad`.
 
     Attributes:
-        axes: The ranks: `axes.shard` share this buffer, `axes.replicas` hold the same part.
+        ranks: Everyone: `ranks.shard` share this buffer, `ranks.replicas` hold the same part.
         dtype: Of the shard, the pieces and their gradients.
         compute_dtype: Of `full` and the leaves.
         reduce_dtype: In which gradients are summed.
         device: Where the parameters compute.
         parts: This rank's elements of each parameter, as plain views of the shard, or in memory of
             their own (see `_leave_shard`).
+        phase: What `full` holds: nothing, what a collective is writing, or the parameters.
         bases: The parameters as plain views of `full`, which may have no memory at the moment.
         recipes: How to make each parameter's initial values, where it was built without memory.
     """
 
-    unit: Any  # whose parameters they are; set when the unit takes its groups
+    unit: Any  # whose parameters they are
+    phase: Literal["sharded", "gathering", "full"]
 
     def __init__(
         self,
         parameters: list[NamedParameter],
-        axes: Axes,
-        options: UnitOptions,
+        unit: Any,
         device: torch.device | None = None,
     ) -> None:
         names, values, uses = zip(*parameters, strict=True)
         first: nn.Parameter = values[0]
-        self.axes, self.ranks = axes, axes.shard
+        self.unit, self.ranks, self._offload = unit, unit.ranks, unit.offload
         self._neighbours: Ranks | None = None  # who shares parameters until the backward pass
-        if not isinstance(options.reshard_after_forward, bool):
-            self._neighbours = axes.shard.neighbours(options.reshard_after_forward)
-        self._offload, self._is_ordered = options.offload, options.reducer == "ordered"
+        if not isinstance(unit.reshard_after_forward, bool):
+            self._neighbours = self.ranks.shard.neighbours(unit.reshard_after_forward)
         self.dtype = first.dtype
-        self.compute_dtype = options.precision.param_dtype(self.dtype)
-        self.reduce_dtype = options.precision.reduce_dtype(self.dtype)
+        self.compute_dtype = unit.precision.param_dtype(self.dtype)
+        self.reduce_dtype = unit.precision.reduce_dtype(self.dtype)
         self.was_trained = first.requires_grad  # when the last forward pass began
         self.uses: tuple[list[Use], ...] = uses
         self.recipes = [getattr(value, RECIPE, None) for value in values]
         shapes = zip(names, [value.shape for value in values], strict=True)
-        self.layout = FlatLayout.of(shapes, self.ranks.size)
+        self.layout = FlatLayout.of(shapes, self.ranks.shard.size)
         self.slots = self.layout.slots
         self._make_memory(device or first.device)
         self.pieces = [self._make_piece(index) for index in range(len(values))]
@@ -365,7 +345,7 @@ class FlatGroup:
                 value = value.reshape(-1)[placement.start : placement.stop]
             local_part(piece.data).copy_(value)
         self._attributes = [vars(piece) for piece in self.pieces]
-        self._start = [_sum_of_bits(value) for value in real if axes.all.size > 1]
+        self._start = [_sum_of_bits(value) for value in real if self.ranks.size > 1]
         self._start_versions = self.versions
 
     def _make_memory(self, device: torch.device) -> None:
@@ -382,22 +362,22 @@ class FlatGroup:
             pin_memory=is_hosted and self._pins,
         )
         is_one_dtype = self.compute_dtype == self.dtype
-        self.is_alias = self.ranks.size == 1 and is_one_dtype and not is_hosted
+        self.is_alias = self.ranks.shard.size == 1 and is_one_dtype and not is_hosted
         # Each through a `.data` of its own: see [Note: one version per parameter].
-        pieces = self.layout.pieces[self.ranks.rank]
+        pieces = self.layout.pieces[self.ranks.shard.rank]
         self.parts = [self.shard.data.narrow(0, at, stop - start) for start, stop, at in pieces]
         if self.is_alias:
             self.full = self.shard.detach()
             flat = self.parts
             self.full_bytes = 0
-            self.phase = StoragePhase.FULL
+            self.phase = "full"
         else:
             length, dtype = self.layout.padded_length, self.compute_dtype
             self.full = torch.empty(length, dtype=dtype, device=device)
             flat = [self.full.data.narrow(0, slot.offset, slot.numel) for slot in self.slots]
             self.full_bytes = self.full.untyped_storage().nbytes()
             self.full.untyped_storage().resize_(0)
-            self.phase = StoragePhase.SHARDED
+            self.phase = "sharded"
         self._work: Work = DONE
         self.gathered_versions: tuple[int, ...] = ()  # what `full` holds, or held last
         self._sent: Tensor | None = None  # what a running gather reads
@@ -419,7 +399,7 @@ class FlatGroup:
         return is_asked and torch.cuda.is_available()
 
     def _make_piece(self, index: int) -> nn.Parameter:
-        size, slot, local = self.ranks.size, self.slots[index], self.parts[index]
+        size, slot, local = self.ranks.shard.size, self.slots[index], self.parts[index]
         is_trainable = local.is_floating_point() or local.is_complex()  # if not now, then later
         if size == 1:
             whole = nn.Parameter(local.view(slot.shape), requires_grad=is_trainable)
@@ -429,9 +409,9 @@ class FlatGroup:
             slot.name,
             slot.shape,
             self.layout.ranges[index],
-            self.ranks,
+            self.ranks.shard,
             self.device,
-            self._is_ordered,
+            self.unit.reducer == "ordered",
         )
         piece = nn.Parameter(ShardedTensor(local.detach(), place), requires_grad=is_trainable)
         if is_trainable:  # autograd begins the gradient of `piece.sum()` with a plain tensor
@@ -556,7 +536,7 @@ class FlatGroup:
     def start_gather(self) -> None:
         """Begin to fill `full`, unless it holds, or is getting, the current values."""
         versions = self.versions
-        if self.phase is not StoragePhase.SHARDED:
+        if self.phase != "sharded":
             if self.is_alias or self.gathered_versions == versions:
                 return
             self.free()  # an optimizer stepped since: what is there is stale
@@ -573,8 +553,8 @@ class FlatGroup:
             self._work = self._neighbours.gather(self.full.data, kept)
         else:
             self._sent = self._part_to_send()
-            self._work = self.ranks.gather(self.full.data, self._sent)
-        self.phase = StoragePhase.GATHERING
+            self._work = self.ranks.shard.gather(self.full.data, self._sent)
+        self.phase = "gathering"
 
     def _part_to_send(self) -> Tensor:
         """This rank's part as a gather takes it: on the device, in the computing dtype."""
@@ -588,7 +568,7 @@ class FlatGroup:
             return self._resident[self.versions]
         is_sendable = offload is None and self.compute_dtype == self.dtype
         # A gather of one rank is a copy, which casts and moves by itself.
-        if not is_resident and (is_sendable or self.ranks.size == 1):
+        if not is_resident and (is_sendable or self.ranks.shard.size == 1):
             return shard
         sent = torch.empty(len(shard), dtype=self.compute_dtype, device=self.device)
         sent.copy_(shard, non_blocking=True)
@@ -599,16 +579,16 @@ class FlatGroup:
     def finish_gather(self) -> None:
         """Wait until `full` holds the parameters."""
         self.start_gather()
-        if self.phase is StoragePhase.GATHERING:
+        if self.phase == "gathering":
             self._work.wait()
             self._work, self._sent = DONE, None
-            self.phase = StoragePhase.FULL
+            self.phase = "full"
 
     def free(self) -> None:
         """Give the memory of `full` back."""
         if self.is_alias:
             return
-        if self.phase is StoragePhase.GATHERING:
+        if self.phase == "gathering":
             self._work.wait()
             self._work, self._sent = DONE, None
         if not self.full.untyped_storage().resizable():
@@ -618,11 +598,11 @@ class FlatGroup:
                 "first: parameter.detach().clone().numpy()"
             )
         self.full.untyped_storage().resize_(0)
-        self.phase = StoragePhase.SHARDED
+        self.phase = "sharded"
 
     def free_after_forward(self) -> None:
         """Give memory back until the backward pass, keeping a larger part where that was asked."""
-        if self._neighbours is not None and self.phase is StoragePhase.FULL and self.ranks.size > 1:
+        if self._neighbours is not None and self.phase == "full" and self.ranks.shard.size > 1:
             parts = self.full.detach().view(self._neighbours.size, -1)
             self._kept = {self.gathered_versions: parts[self._neighbours.rank].clone()}
         self.free()

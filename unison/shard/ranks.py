@@ -12,7 +12,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -51,12 +50,23 @@ class Ranks:
     Attributes:
         rank: This process's index in the group.
         size: Number of ranks.
+        shard: Those that hold the parts of one copy of a model; all, unless a mesh is hybrid.
+        replicas: Those that hold the same part of different copies; one rank, unless a mesh is
+            hybrid. Rank `replica * shard.size + place` is rank `place` of its `shard` group and
+            rank `replica` of its `replicas` group.
         bytes_sent: Bytes this rank sent, by kind of collective.
         num_calls: Collectives this rank took part in, by kind.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        shard: "Ranks | None" = None,
+        replicas: "Ranks | None" = None,
+    ) -> None:
         self.group = group
+        self.shard = shard or self
+        self.replicas = replicas or (self if group is None else Ranks(None))
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
         self.bytes_sent: Counter[str] = Counter()
@@ -66,6 +76,8 @@ class Ranks:
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> "Ranks":
         """All ranks of a mesh in its row-major order, or of the default group.
+
+        A mesh has one dimension (shard) or two (replicate, shard).
 
         Raises:
             BadInput: If the process was launched as a rank but joined no group, or the mesh has
@@ -77,7 +89,10 @@ class Ranks:
                     f"mesh must have one dimension (shard) or two (replicate, shard), found "
                     f"{mesh.ndim}: {mesh}"
                 )
-            return cls(mesh.get_group() if mesh.ndim == 1 else _group_of_all(mesh))
+            if mesh.ndim == 1:
+                return cls(mesh.get_group())
+            replicas, shard = Ranks(mesh.get_group(0)), Ranks(mesh.get_group(1))
+            return cls(_group_of_all(mesh), shard, replicas)
         if dist.is_initialized():
             return cls(dist.group.WORLD)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -203,31 +218,6 @@ def _group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
     if members != sorted(members):
         raise BadInput(f"mesh must list its ranks in ascending order, found {members}")
     return mesh._flatten().get_group()
-
-
-@dataclass(frozen=True)
-class Axes:
-    """The ranks that share a model, by what they share.
-
-    Attributes:
-        all: Every rank; each holds other samples. Rank `replica * shard.size + place` of it is rank
-            `place` of its `shard` group and rank `replica` of its `replicas` group.
-        shard: The ranks that hold the parts of one copy of the model.
-        replicas: The ranks that hold the same part of different copies; one rank unless the mesh
-            is hybrid.
-    """
-
-    all: Ranks
-    shard: Ranks
-    replicas: Ranks
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh | None) -> "Axes":
-        """The axes of a mesh of one dimension (shard) or two (replicate, shard)."""
-        everyone = Ranks.of(mesh)
-        if mesh is None or mesh.ndim == 1:
-            return cls(all=everyone, shard=everyone, replicas=Ranks(None))
-        return cls(all=everyone, shard=Ranks(mesh.get_group(1)), replicas=Ranks(mesh.get_group(0)))
 
 
 def flags_of_all(ranks: Ranks, flags: list[bool], device: torch.device) -> list[bool]:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from unison.shard.layout import FlatLayout, cut
-from unison.shard.ranks import DONE, Axes, Work
+from unison.shard.ranks import DONE, Ranks, Work
 
 # ------------------------------------------------------------------------------------------------
 # The canonical tree.
@@ -153,15 +153,15 @@ class FastReducer:
 
     Args:
         layout: Where the parameters lie in the buffer.
-        axes: The ranks.
+        ranks: Everyone.
         like: Of the dtype and on the device in which sums are made.
 
     Attributes:
         used: Which parameters this rank added a gradient of.
     """
 
-    def __init__(self, layout: FlatLayout, axes: Axes, like: Tensor) -> None:
-        self._layout, self._axes = layout, axes
+    def __init__(self, layout: FlatLayout, ranks: Ranks, like: Tensor) -> None:
+        self._layout, self._ranks = layout, ranks
         # Zeros, which remain where a parameter is not used and between parameters.
         self._sent = like.new_zeros(layout.padded_length)
         self._places = [self._sent.narrow(0, slot.offset, slot.numel) for slot in layout.slots]
@@ -192,7 +192,7 @@ class FastReducer:
 
     def start(self) -> None:
         """Begin the reduce-scatter."""
-        ranks = self._axes.shard
+        ranks = self._ranks.shard
         if ranks.size > 1:
             self._gradient = self._sent.new_empty(self._layout.shard_length)
             self._work = ranks.reduce_scatter(self._gradient, self._sent)
@@ -200,8 +200,8 @@ class FastReducer:
     def finish(self) -> Parts:
         """Wait for the sum."""
         self._work.wait()
-        self._axes.replicas.sum_(self._gradient)
-        return [*cut(self._gradient, self._layout.pieces[self._axes.shard.rank])]
+        self._ranks.replicas.sum_(self._gradient)
+        return [*cut(self._gradient, self._layout.pieces[self._ranks.shard.rank])]
 
 
 class OrderedReducer:
@@ -214,19 +214,19 @@ class OrderedReducer:
 
     Args:
         layout: Where the parameters lie in the buffer.
-        axes: The ranks.
+        ranks: Everyone.
         like: Of the dtype and on the device in which sums are made.
         edges: Rank r of all holds the granules [edges[r], edges[r + 1]) of the logical batch.
     """
 
     def __init__(
-        self, layout: FlatLayout, axes: Axes, like: Tensor, edges: tuple[int, ...]
+        self, layout: FlatLayout, ranks: Ranks, like: Tensor, edges: tuple[int, ...]
     ) -> None:
-        self._layout, self._axes, self._like = layout, axes, like
-        self._mine = (edges[axes.all.rank], edges[axes.all.rank + 1])
-        first = axes.replicas.rank * axes.shard.size
-        self._edges_of_copy = edges[first : first + axes.shard.size + 1]
-        self._edges_of_replicas = edges[:: axes.shard.size]
+        self._layout, self._ranks, self._like = layout, ranks, like
+        self._mine = (edges[ranks.rank], edges[ranks.rank + 1])
+        first = ranks.replicas.rank * ranks.shard.size
+        self._edges_of_copy = edges[first : first + ranks.shard.size + 1]
+        self._edges_of_replicas = edges[:: ranks.shard.size]
         self._trees = [SubtreeSum(*self._mine) for _ in layout.slots]
         self._work: Work = DONE
         self._received = self._sent = like
@@ -253,8 +253,8 @@ class OrderedReducer:
         Every rank sends the same number of subtrees, padded with zeros: at most 2 log2(granules),
         and one when the world size is a power of two that divides the number of granules.
         """
-        ranks = self._axes.shard
-        if self._axes.all.size == 1:
+        ranks = self._ranks.shard
+        if self._ranks.size == 1:
             return
         length = self._layout.shard_length
         num_nodes = _most_nodes(self._edges_of_copy)
@@ -286,7 +286,7 @@ class OrderedReducer:
 
     def finish(self) -> Parts:
         """Wait, and add the subtrees of all ranks in tree order."""
-        if self._axes.all.size == 1:
+        if self._ranks.size == 1:
             totals = [tree_sum(self._subtrees(slot)) for slot in range(len(self._trees))]
             return [None if total is None else total.reshape(-1) for total in totals]
         self._work.wait()
@@ -299,16 +299,16 @@ class OrderedReducer:
                 of_copy.put(low >> level, part, level)
                 low += 1 << level
         nodes = of_copy.take()
-        has_replicas = self._axes.replicas.size > 1
+        has_replicas = self._ranks.replicas.size > 1
         total = self._across_replicas(nodes) if has_replicas else tree_sum(nodes)
         if total is None:  # an empty logical batch, here and on every rank
             return [None] * len(self._trees)
         # A copy, since a view would keep the buffer of all ranks' parts as long as the gradient.
-        return [*cut(total.clone(), self._layout.pieces[self._axes.shard.rank])]
+        return [*cut(total.clone(), self._layout.pieces[self._ranks.shard.rank])]
 
     def _across_replicas(self, nodes: list[tuple[int, Tensor]]) -> Tensor | None:
         """Finish the tree over the copies of the model, each replica for a fraction of the part."""
-        replicas, length = self._axes.replicas, self._received.shape[2]
+        replicas, length = self._ranks.replicas, self._received.shape[2]
         width = -(-length // replicas.size)
         num_nodes = _most_nodes(self._edges_of_replicas)
         sent = self._like.new_zeros(replicas.size, num_nodes, width)

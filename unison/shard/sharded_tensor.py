@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_iter
 from unison.errors import BadInput, NeedsWhole, UnsupportedOperation
 from unison.shard.layout import Placement
 from unison.shard.ranks import Ranks, meet
-from unison.torch_internals import is_dtensor
+from unison.torch_internals import WithGradients, is_dtensor
 
 aten = torch.ops.aten
 Handler = Callable[[Any, tuple, dict[str, Any]], Any]
@@ -96,11 +96,27 @@ class ShardedTensor(Tensor):
 
         Gradients do not go through it: a loss may use what the module's forward returns.
         """
-        return _Plain.apply(self, True)  # type: ignore[no-any-return]
+        place = self.placement
+
+        def make() -> Tensor:
+            meet(place.ranks, f"full_tensor() of {place.name!r}")
+            return _gather(self.local, place).to(self.device)
+
+        def refuse(_: Tensor) -> NoReturn:
+            raise NeedsWhole(
+                f"gradients do not go through full_tensor() of {place.name!r}; {USING}"
+            )
+
+        return WithGradients.apply(make, refuse, self)  # type: ignore[no-any-return]
 
     def to_local(self) -> Tensor:  # [stop - start]
         """This rank's elements, with gradients of their own; `local` is the same without."""
-        return _Plain.apply(self, False)  # type: ignore[no-any-return]
+        place = self.placement
+        return WithGradients.apply(  # type: ignore[no-any-return]
+            self.local.detach,
+            lambda gradient: [ShardedTensor(gradient.contiguous(), place)],
+            self,
+        )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         kind = "Parameter of " if isinstance(self, nn.Parameter) else ""
@@ -266,28 +282,6 @@ class HeldGradient(ShardedTensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"HeldGradient(of {self._name!r}, not summed over ranks yet)"
-
-
-class _Plain(torch.autograd.Function):
-    """From a sharded tensor to a plain one: the whole, or this rank's elements."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: ShardedTensor, is_whole: bool) -> Tensor:  # type: ignore[override]
-        place, ctx.is_whole = shard.placement, is_whole
-        ctx.placement = place
-        if not is_whole:
-            return shard.local.detach()
-        meet(place.ranks, f"full_tensor() of {place.name!r}")
-        return _gather(shard.local, place).to(shard.device)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        place = ctx.placement
-        if ctx.is_whole:
-            raise NeedsWhole(
-                f"gradients do not go through full_tensor() of {place.name!r}; {USING}"
-            )
-        return ShardedTensor(gradient.contiguous(), place), None
 
 
 def _gather(part: Tensor, placement: Placement) -> Tensor:

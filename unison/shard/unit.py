@@ -15,17 +15,17 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.flat_group import (
     PLAIN,
     RECOMPUTE,
+    CPUOffload,
     FlatGroup,
+    MixedPrecision,
     NamedParameter,
-    StoragePhase,
-    UnitOptions,
     Use,
     per_granule,
     take_over,
     tripwire,
 )
 from unison.shard.granules import RefusedTensor
-from unison.shard.ranks import Axes
+from unison.shard.ranks import Ranks
 from unison.shard.reducers import FastReducer, OrderedReducer
 from unison.torch_internals import has_values
 
@@ -89,6 +89,7 @@ def _renew_flat_weights(hidden: Hidden) -> None:
         module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
+SETTINGS = ("reshard_after_forward", "reducer", "gradient_divisor", "precision", "offload")
 UNIT_ATTRIBUTE = "_unison_unit"  # on a module: its unit
 TAKEN_BY = "_unison_taken_by"  # on a parameter that was sharded: by which unit
 
@@ -107,7 +108,10 @@ the unit sums none."""
 
 
 class Unit:
-    """Parameters of one module (those that no unit below it took) and their storage."""
+    """Parameters of one module (those that no unit below it took) and their storage.
+
+    See `fully_shard` for what its settings mean.
+    """
 
     # Sees gradients before and after they are summed: `Tracer` in verify/trace.py.
     observer: Any = None
@@ -116,13 +120,19 @@ class Unit:
         self,
         module: nn.Module,
         parameters: list[NamedParameter],
-        axes: Axes,
-        options: UnitOptions,
+        ranks: Ranks,
         device: torch.device | None = None,
+        *,
+        reshard_after_forward: bool | int,
+        reducer: str,
+        gradient_divisor: float,
+        precision: MixedPrecision,
+        offload: CPUOffload | None,
     ) -> None:
         self.module, self.name = module, type(module).__name__  # until it has its path
-        self.axes, self.options = axes, options
-        self.ranks = axes.shard
+        self.ranks = ranks
+        self.reshard_after_forward, self.reducer = reshard_after_forward, reducer
+        self.gradient_divisor, self.precision, self.offload = gradient_divisor, precision, offload
         self.forward = self.inner = module.forward  # the user's own; and what a pass calls
         self.compiled: Callable[..., Any] | None = None  # what the user had compiled of it
         self.is_inside = False  # while compiled code of the module runs, see engine.py
@@ -139,7 +149,7 @@ class Unit:
         for each in parameters:
             kind = (each[1].dtype, each[1].device, each[1].requires_grad)
             kinds.setdefault(kind, []).append(each)
-        groups = [FlatGroup(members, axes, options, device) for members in kinds.values()]
+        groups = [FlatGroup(members, self, device) for members in kinds.values()]
         self._take_groups(groups)
         for members, group in zip(kinds.values(), groups, strict=True):
             for (_, original, uses), piece in zip(members, group.pieces, strict=True):
@@ -175,10 +185,9 @@ class Unit:
     @property
     def is_plain(self) -> bool:
         """Whether its module is as good as unsharded; see [Note: one rank] in engine.py."""
-        is_alone = self.axes.all.size == 1 and self.options.gradient_divisor == 1
-        precision = self.options.precision
-        is_cast = precision.param is not None or precision.output is not None
-        is_fast = self.options.reducer == "fast" and not is_cast
+        is_alone = self.ranks.size == 1 and self.gradient_divisor == 1
+        is_cast = self.precision.param is not None or self.precision.output is not None
+        is_fast = self.reducer == "fast" and not is_cast
         return is_alone and is_fast and self.is_whole and self.leaf_source is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
@@ -293,7 +302,7 @@ class Unit:
 
     def note_written(self) -> Written | None:
         """What tells, after a pass, that it wrote to parameters; None if it may."""
-        if self.is_whole and self.options.reducer != "ordered":
+        if self.is_whole and self.reducer != "ordered":
             return None
         if self._shown is not None:
             return self._shown
@@ -413,7 +422,7 @@ class Unit:
             return self.leaf_source(self, granule)
         # The tree takes gradients one by one, so that it holds few of many granules at a time. The
         # fast reducer takes a unit's gradients all together, which costs fewer calls.
-        is_ordered = self.options.reducer == "ordered"
+        is_ordered = self.reducer == "ordered"
         return [
             group.leaves(granule, partial(self._receive, group) if is_ordered else None)
             for group in self.groups
@@ -426,9 +435,7 @@ class Unit:
 
     def reach(self) -> None:
         """Have the parameters for a backward pass, which need not come through the outputs."""
-        if self._hidden is None or any(
-            group.phase is not StoragePhase.FULL for group in self.groups
-        ):
+        if self._hidden is None or any(group.phase != "full" for group in self.groups):
             self.begin_backward()
             self.context.reached(self)
 
@@ -448,7 +455,7 @@ class Unit:
         """Let an observer see gradients; those of a ghost are of no granule of the batch."""
         if self.observer is None:
             return
-        own = self.edges[self.axes.all.rank :]
+        own = self.edges[self.ranks.rank :]
         if granule != PLAIN and not own[0] <= granule < own[1]:
             return
         for slot, gradient in gradients:
@@ -458,8 +465,8 @@ class Unit:
     def _reducer(self, group: FlatGroup) -> FastReducer | OrderedReducer:
         if group not in self._reducers:
             like = torch.empty(0, dtype=group.reduce_dtype, device=group.device)
-            about = group.layout, group.axes, like
-            is_ordered = self.options.reducer == "ordered"
+            about = group.layout, group.ranks, like
+            is_ordered = self.reducer == "ordered"
             made = OrderedReducer(*about, self.edges) if is_ordered else FastReducer(*about)
             self._reducers[group] = made
         return self._reducers[group]
@@ -521,9 +528,9 @@ class Unit:
             for group in self.trainable:
                 reducer = self._reducer(group)
                 parts = reducer.finish()
-                if self.options.gradient_divisor != 1:
+                if self.gradient_divisor != 1:
                     present = [part for part in parts if part is not None]
-                    torch._foreach_div_(present, self.options.gradient_divisor)
+                    torch._foreach_div_(present, self.gradient_divisor)
                 if self.observer is not None:
                     for piece, part in zip(group.pieces, parts, strict=True):
                         if part is not None:

@@ -13,7 +13,6 @@ from unison.shard import materialize, meta_init
 from unison.shard.deferred import tape
 from unison.shard.deferred.recorder import recipe_of
 from unison.shard.deferred.tape import (
-    Geometry,
     Operand,
     Streams,
     evaluate,
@@ -64,7 +63,7 @@ def test_what_works_element_by_element_is_made_in_parts(case, names):
     operands, streams = recorded(case)
     for name in names:
         operand = operands[name]
-        assert part_of(operand.op, operand.geometry.dtype, streams) is not None, name
+        assert part_of(operand.op, operand.dtype, streams) is not None, name
 
 
 def transcendental() -> Tensor:
@@ -90,7 +89,7 @@ def many_writes() -> Tensor:
 def test_what_does_not_is_made_whole(make):
     operands, streams = recorded(lambda: nn.ParameterDict({"w": nn.Parameter(make())}))
     operand = operands["w"]
-    assert part_of(operand.op, operand.geometry.dtype, streams) is None
+    assert part_of(operand.op, operand.dtype, streams) is None
     assert evaluate(operand, streams).isfinite().all()
 
 
@@ -110,13 +109,13 @@ def test_a_range_of_a_storage_knows_its_elements(shape, cuts, order, low, length
     if order.random() < 0.3 and view.dim() > 1:
         view = view.transpose(0, -1)
     view.copy_(torch.arange(view.numel()).view(view.shape))
-    geometry = Geometry.of(view)
-    if not geometry.is_ordered:
+    operand = Operand.of(view)
+    if not operand.is_ordered:
         assert not view.is_contiguous()
         return
     high = min(low + length, storage.numel())
     low = min(low, high)
-    first, last, where = geometry.overlap(low, high)
+    first, last, where = operand.overlap(low, high)
     found = torch.full((high - low,), -1)
     found[where] = torch.arange(first, last)
     assert found.tolist() == storage[low:high].tolist()

@@ -328,12 +328,12 @@ def test_another_thing_of_the_name_is_never_replaced(world, tmp_path):
 
 @ranks(2)
 def test_a_folder_that_one_rank_cannot_reach(world, tmp_path):
-    def elsewhere(folder, *args, **kwargs):
-        return storage(folder / "gone" if world.rank == 1 else folder, *args, **kwargs)
+    def elsewhere(folder, *args):
+        return write(folder / "gone" if world.rank == 1 else folder, *args)
 
-    storage = files.FileStorage
+    write = files._write_own
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "FileStorage", elsewhere)
+        patch.setattr(files, "_write_own", elsewhere)
         with pytest.raises(CheckpointFailed, match=r"rank-1-0\.safetensors"):
             save_checkpoint(tmp_path / "a", sharded_zoo())
     assert not (tmp_path / "a").exists()

@@ -8,7 +8,6 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +23,6 @@ from unison.shard.deferred.recorder import (
     recipe_of,
 )
 from unison.shard.deferred.tape import (
-    Geometry,
     Operand,
     Streams,
     evaluate,
@@ -45,29 +43,13 @@ from unison.torch_internals import canonical_name, is_dtensor
 _NOT_PLAIN = {"_parameters", "_buffers", "_modules", "_flat_weights", ORIGINALS}
 
 
-@dataclass(eq=False)
-class ModuleTensor:
-    """One tensor of a module.
-
-    Attributes:
-        name: Its canonical name; of a tied one the first.
-        tensor: The tensor; under FSDP2 a DTensor.
-        recipe: How to make its values; None if it has values that are to stay.
-        is_piece: Whether `fully_shard` made it what a rank holds of a parameter.
-    """
-
-    name: str
-    tensor: Tensor
-    recipe: InitRecipe | None
-    is_piece: bool = False
-
-    @property
-    def is_parameter(self) -> bool:
-        """Whether it is a parameter, rather than a buffer or a plain attribute."""
-        return isinstance(self.tensor, nn.Parameter)
+Place = tuple[str, Tensor, InitRecipe | None, bool]
+"""A tensor of a module: its canonical name, of a tied one the first; itself, under FSDP2 a DTensor;
+how to make its values, None if it has values that are to stay; and whether `fully_shard` made it
+what a rank holds of a parameter."""
 
 
-def find_places(module: nn.Module) -> list[ModuleTensor]:
+def find_places(module: nn.Module) -> list[Place]:
     """Return the tensors of a module, each once: parameters, buffers, then plain attributes.
 
     Raises:
@@ -79,7 +61,7 @@ def find_places(module: nn.Module) -> list[ModuleTensor]:
         for group in unit.groups
         for piece, recipe in zip(group.pieces, group.recipes, strict=True)
     }
-    found: dict[int, ModuleTensor] = {}
+    found: dict[int, Place] = {}
     for name, owner, attribute, tensor in _named_tensors(module):
         if id(tensor) in found:
             continue
@@ -89,7 +71,7 @@ def find_places(module: nn.Module) -> list[ModuleTensor]:
                 "or run one batch through the module before it is materialised"
             )
         if id(tensor) in recipes:
-            found[id(tensor)] = ModuleTensor(name, tensor, recipes[id(tensor)], is_piece=True)
+            found[id(tensor)] = name, tensor, recipes[id(tensor)], True
         else:
             recipe = None if is_dtensor(tensor) else recipe_of(tensor)
             original = vars(owner).get(ORIGINALS, {}).get(attribute)
@@ -97,11 +79,11 @@ def find_places(module: nn.Module) -> list[ModuleTensor]:
                 # FSDP2 or a cast may have put another tensor in the place of what was built.
                 is_cast = tensor.is_meta and tensor.dtype != original.dtype
                 recipe = recipe_of(original) if is_dtensor(tensor) or is_cast else None
-            found[id(tensor)] = ModuleTensor(name, tensor, recipe)
+            found[id(tensor)] = name, tensor, recipe, False
     places = list(found.values())
     for place in places:
-        with naming(place.name):
-            _check(place)
+        with naming(place[0]):
+            _check(*place[1:])
     _refuse_shared_parameters(places)
     return places
 
@@ -165,8 +147,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _check(place: ModuleTensor) -> None:
-    tensor, recipe = place.tensor, place.recipe
+def _check(tensor: Tensor, recipe: InitRecipe | None, is_piece: bool) -> None:
     if recipe is None:
         if tensor.is_meta:
             raise BadInput(
@@ -176,10 +157,10 @@ def _check(place: ModuleTensor) -> None:
             )
         return
     operand = recipe.operand
-    if operand.geometry.shape != tensor.shape:
+    if operand.shape != tensor.shape:
         raise BadInput(
             f"it has shape {list(tensor.shape)}, but was built with shape "
-            f"{list(operand.geometry.shape)}; change it inside unison.meta_init()"
+            f"{list(operand.shape)}; change it inside unison.meta_init()"
         )
     is_labelled = isinstance(getattr(tensor, RECIPE, None), InitRecipe)
     if is_labelled and tensor.is_meta and tensor._version != recipe.num_writes:
@@ -187,12 +168,12 @@ def _check(place: ModuleTensor) -> None:
             "it was written after unison.meta_init() had ended, where nothing is recorded; move "
             "that code into the context"
         )
-    if not place.is_piece and hasattr(tensor, TAKEN_BY):
+    if not is_piece and hasattr(tensor, TAKEN_BY):
         raise BadInput(
             "it is a parameter as it was before fully_shard; look parameters up by their own "
             "attributes instead of keeping them in another one"
         )
-    if place.is_parameter and operand.op is None and operand.geometry.numel:
+    if isinstance(tensor, nn.Parameter) and operand.op is None and operand.numel:
         raise BadInput(
             "it was made with torch.empty and never given a value; initialise it inside "
             "unison.meta_init()"
@@ -205,23 +186,23 @@ def _check(place: ModuleTensor) -> None:
     refuse_unknown(ops_behind(operand))
 
 
-def _refuse_shared_parameters(places: list[ModuleTensor]) -> None:
+def _refuse_shared_parameters(places: list[Place]) -> None:
     """Refuse a parameter whose memory is also that of another tensor: filled apart, they differ."""
-    by_buffer: dict[object, list[tuple[ModuleTensor, Geometry]]] = {}
-    for place in places:
-        if place.recipe is not None and place.tensor.is_meta:
-            operand = place.recipe.operand
-            by_buffer.setdefault(operand.buffer, []).append((place, operand.geometry))
+    by_buffer: dict[object, list[tuple[str, bool, Operand]]] = {}
+    for name, tensor, recipe, _ in places:
+        if recipe is not None and tensor.is_meta:
+            about = name, isinstance(tensor, nn.Parameter), recipe.operand
+            by_buffer.setdefault(recipe.operand.buffer, []).append(about)
     for sharing in by_buffer.values():
-        for (first, a), (second, b) in itertools.combinations(sharing, 2):
-            if (first.is_parameter or second.is_parameter) and _overlap(a, b):
+        for (first, is_first, a), (second, is_second, b) in itertools.combinations(sharing, 2):
+            if (is_first or is_second) and _overlap(a, b):
                 raise BadInput(
-                    f"{first.name!r} and {second.name!r} share memory, but are two tensors. To "
+                    f"{first!r} and {second!r} share memory, but are two tensors. To "
                     "tie parameters, assign one nn.Parameter to both attributes; else clone()"
                 )
 
 
-def _overlap(a: Geometry, b: Geometry) -> bool:
+def _overlap(a: Operand, b: Operand) -> bool:
     """Whether two tensors on one storage have an element in common."""
     if a.offset >= b.end or b.offset >= a.end:
         return False
@@ -237,7 +218,7 @@ def _overlap(a: Geometry, b: Geometry) -> bool:
 
 @torch.no_grad()
 def fill_places(
-    module: nn.Module, places: list[ModuleTensor], seed: int, device: torch.device | None
+    module: nn.Module, places: list[Place], seed: int, device: torch.device | None
 ) -> None:
     """Fill the tensors of a module that have a recipe, and give those without memory some.
 
@@ -248,34 +229,36 @@ def fill_places(
         device: Where they are to be; None for where they are, or else torch's default device.
     """
     default = device or torch.get_default_device()
-    streams = number_draws(seed, ((p.name, p.recipe.operand) for p in places if p.recipe))
+    named = ((name, recipe.operand) for name, _, recipe, _ in places if recipe is not None)
+    streams = number_draws(seed, named)
     with torch.device("cpu"), _weak_references_renewed(module):  # values are made on the CPU
         for unit in units_of(module):
             unit.allocate(default)
-        if any(is_dtensor(place.tensor) and place.tensor.is_meta for place in places):
+        if any(is_dtensor(tensor) and tensor.is_meta for _, tensor, _, _ in places):
             # As `to_empty` does it: FSDP2 watches for this call and adopts the new tensors.
             module._apply(partial(_give_memory, device=device))
-        plain: dict[object, list[ModuleTensor]] = {}  # by what they share, where they are views
-        for place in places:
-            with naming(place.name):
-                if place.is_piece or is_dtensor(place.tensor):
-                    if place.recipe is not None:
-                        _fill_part(place.tensor, place.recipe.operand, place.name, streams)
-                elif place.is_parameter:
-                    _fill_parameter(place, streams, _device_for(place, device, default))
-                elif place.recipe is not None and place.tensor.is_meta:
-                    operand = place.recipe.operand
-                    plain.setdefault((operand.buffer, operand.op), []).append(place)
+        plain: dict[object, list[Place]] = {}  # by what they share, where they are views
+        for name, tensor, recipe, is_piece in places:
+            with naming(name):
+                if is_piece or is_dtensor(tensor):
+                    if recipe is not None:
+                        _fill_part(tensor, recipe.operand, name, streams)
+                elif isinstance(tensor, nn.Parameter):
+                    _fill_parameter(tensor, recipe, streams, _device_for(tensor, device, default))
                 else:
-                    plain[place] = [place]
+                    key: object = id(tensor)
+                    if recipe is not None and tensor.is_meta:
+                        key = recipe.operand.buffer, recipe.operand.op
+                    plain.setdefault(key, []).append((name, tensor, recipe, is_piece))
         replaced: dict[int, Tensor] = {}
         for sharing in plain.values():
-            with naming(sharing[0].name):
-                target = _device_for(sharing[0], device, default)
+            with naming(sharing[0][0]):
+                target = _device_for(sharing[0][1], device, default)
                 tensors = _filled_together(sharing, streams, target)
-            replaced.update(zip(map(id, (p.tensor for p in sharing)), tensors, strict=True))
+            ids = (id(tensor) for _, tensor, _, _ in sharing)
+            replaced.update(zip(ids, tensors, strict=True))
         replace_tensors(module, replaced)
-    if not any(is_dtensor(place.tensor) for place in places):
+    if not any(is_dtensor(tensor) for _, tensor, _, _ in places):
         for child in module.modules():
             vars(child).pop(ORIGINALS, None)
 
@@ -286,10 +269,8 @@ def _give_memory(tensor: Any, device: torch.device | None) -> Tensor:
     return torch.empty_like(tensor, device=device or tensor.device_mesh.device_type)
 
 
-def _device_for(
-    place: ModuleTensor, device: torch.device | None, default: torch.device
-) -> torch.device:
-    return device or (default if place.tensor.is_meta else place.tensor.device)
+def _device_for(tensor: Tensor, device: torch.device | None, default: torch.device) -> torch.device:
+    return device or (default if tensor.is_meta else tensor.device)
 
 
 def _fill_part(tensor: Any, operand: Operand, name: str, streams: Streams) -> None:
@@ -312,7 +293,7 @@ def _fill_part(tensor: Any, operand: Operand, name: str, streams: Streams) -> No
         return
     box = [slice(first, first + size) for first, size in zip(start, shape, strict=True)]
     # Its elements as of the whole: a cut along the first dim leaves them in one run.
-    strides = Geometry.of(torch.empty(tensor.shape, device="meta")).stride
+    strides = torch.empty(tensor.shape, device="meta").stride()
     first = sum(a * stride for a, stride in zip(start, strides, strict=True))
     last = sum((each.stop - 1) * stride for each, stride in zip(box, strides, strict=True))
     if last - first + 1 == part.numel():
@@ -321,9 +302,10 @@ def _fill_part(tensor: Any, operand: Operand, name: str, streams: Streams) -> No
         part.copy_(evaluate(operand, streams)[tuple(box)])
 
 
-def _fill_parameter(place: ModuleTensor, streams: Streams, device: torch.device) -> None:
-    old = place.tensor
-    filled = _filled(place, streams, device)
+def _fill_parameter(
+    old: nn.Parameter, recipe: InitRecipe | None, streams: Streams, device: torch.device
+) -> None:
+    filled = _filled(old, recipe, streams, device)
     if filled is old:
         return
     new = torch.Tensor._make_subclass(type(old), filled, old.requires_grad)
@@ -338,44 +320,42 @@ def _fill_parameter(place: ModuleTensor, streams: Streams, device: torch.device)
         ) from error
 
 
-def _filled(place: ModuleTensor, streams: Streams, device: torch.device) -> Tensor:
+def _filled(
+    old: Tensor, recipe: InitRecipe | None, streams: Streams, device: torch.device
+) -> Tensor:
     """Return a tensor with its initial values: the same one if it has memory in the right place."""
-    old = place.tensor
     if old.device == device:
         new = old
     else:
         new = torch.empty_like(old, device=device, requires_grad=False)
         vars(new).update(foreign_attributes(old))
-    if place.recipe is not None:
-        operand, out = place.recipe.operand, new.detach()
+    if recipe is not None:
+        operand, out = recipe.operand, new.detach()
         if out.is_contiguous():
             fill_part_(out.view(-1), operand, 0, streams)
         else:
             out.copy_(evaluate(operand, streams))
-        setattr(new, RECIPE, place.recipe)
+        setattr(new, RECIPE, recipe)
     elif new is not old:
         new.copy_(old)
     return new
 
 
-def _filled_together(
-    places: list[ModuleTensor], streams: Streams, device: torch.device
-) -> list[Tensor]:
+def _filled_together(places: list[Place], streams: Streams, device: torch.device) -> list[Tensor]:
     """Return tensors with their initial values that share memory as they did when built."""
     if len(places) == 1:
-        (place,) = places
-        tensor = _filled(place, streams, device)
-        return [tensor.requires_grad_(place.tensor.requires_grad)]
-    operands = [place.recipe.operand for place in places if place.recipe is not None]
-    largest = max(operands, key=lambda operand: operand.geometry.end)
+        ((_, old, recipe, _),) = places
+        return [_filled(old, recipe, streams, device).requires_grad_(old.requires_grad)]
+    operands = [recipe.operand for _, _, recipe, _ in places if recipe is not None]
+    largest = max(operands, key=lambda operand: operand.end)
     storage = evaluate(largest, streams).untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
     moved = flat.to(device).untyped_storage()
     tensors = []
-    for place, operand in zip(places, operands, strict=True):
-        view = operand.geometry.on(moved).requires_grad_(place.tensor.requires_grad)
-        vars(view).update(foreign_attributes(place.tensor))
-        setattr(view, RECIPE, place.recipe)
+    for (_, old, recipe, _), operand in zip(places, operands, strict=True):
+        view = operand.on(moved).requires_grad_(old.requires_grad)
+        vars(view).update(foreign_attributes(old))
+        setattr(view, RECIPE, recipe)
         tensors.append(view)
     return tensors
 
@@ -438,7 +418,7 @@ def materialize(module: M, *, seed: int, device: torch.device | str | None = Non
     if (where or torch.get_default_device()).type == "meta":
         raise BadInput("expected a device with memory, found 'meta'; pass another device=")
     places = find_places(module)
-    if not any(place.recipe is not None for place in places):
+    if not any(recipe is not None for _, _, recipe, _ in places):
         raise BadInput(
             f"no tensor of this {type(module).__name__} was built under unison.meta_init(), so "
             "there is nothing to fill; its tensors have the values that they were given"

@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unison.errors import BadInput, UnsupportedOperation
@@ -32,7 +32,6 @@ from unison.rng.inits import Constant, Init, TruncatedNormal
 from unison.shard.deferred.tape import (
     FORMULAS,
     MAKES_BLANK,
-    Geometry,
     Op,
     Operand,
     describe,
@@ -46,7 +45,7 @@ from unison.shard.deferred.tape import (
 )
 from unison.shard.each_granule import written_by
 from unison.shard.flat_group import RECIPE
-from unison.torch_internals import FunctionMode
+from unison.torch_internals import DispatchMode, FunctionMode
 
 aten = torch.ops.aten
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -62,25 +61,19 @@ def active_recorder() -> "Recorder | None":
     return getattr(_local, "recorder", None)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Runs operations on meta tensors and puts them on the tape."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, for seconds, to hide this class from it
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._see)
         self.refusal: UnsupportedOperation | None = None  # the first, kept in case it is swallowed
         self.module_tensors: dict[int, weakref.ref[Tensor]] = {}  # what belongs to a module, by id
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation."""
         # In here a meta tensor is a meta tensor.
         with torch._C.DisableTorchFunction(), self.keeping_refusals():
-            return self._run(func, args, dict(kwargs or {}))
+            return self._run(func, args, dict(kwargs))
 
     @contextmanager
     def keeping_refusals(self) -> Iterator[None]:
@@ -231,7 +224,7 @@ def to_operand(leaf: Any) -> Any:
 def _blank_if_covered(target: Tensor) -> Operand:
     """The operand of something that is written and not read: what it covers need not be made."""
     operand = _known(target)
-    if operand.geometry.covers(target.untyped_storage().nbytes()):
+    if operand.covers(target.untyped_storage().nbytes()):
         return replace(operand, op=None)
     return operand
 
@@ -242,8 +235,8 @@ def _constant_of(source: Tensor, dtype: torch.dtype) -> Init | None:
     op = None if operand is None else operand.op
     if operand is None or op is None or not isinstance(op.call, Constant):
         return None
-    filled = op.args[0].geometry
-    is_all = filled.is_contiguous and filled.offset == 0 and filled.end >= operand.geometry.end
+    filled = op.args[0]
+    is_all = filled.is_contiguous and filled.offset == 0 and filled.end >= operand.end
     return op.call if is_all and filled.dtype == source.dtype == dtype else None
 
 
@@ -449,11 +442,11 @@ def _copied(original: Tensor, memo: dict[Any, Any]) -> Tensor:
             if id(op) not in memo:
                 memo.update((id(tensor), tensor) for tensor in op.leaves(Tensor))
                 copy.deepcopy(op, memo).serial = next(serials)
-        operand, geometry = copy.deepcopy(recipe.operand, memo), Geometry.of(twin)
+        operand = copy.deepcopy(recipe.operand, memo)
         buffer, op = operand.buffer, operand.op
-        if operand.geometry != geometry:
+        if operand != Operand.of(twin):
             buffer = object()
-            fresh = (Operand(buffer, None, geometry),)
+            fresh = (Operand.of(twin, buffer),)
             op = Op(aten._to_copy.default, (operand,), {"dtype": twin.dtype}, fresh)
         set_version(twin, buffer, op)
     if isinstance(original, nn.Parameter):  # torch's own copies of these have no attributes either

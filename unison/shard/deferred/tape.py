@@ -17,6 +17,7 @@ everywhere (`unison.rng`), and so may be made where they are needed (`fill_part_
 """
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unison.errors import UnsupportedOperation
 from unison.rng import Box, Key, fill_
 from unison.rng.inits import Bernoulli, Constant, Init, Integers, Normal, Shuffle, Uniform
+from unison.torch_internals import DispatchMode
 
 VERSION = "_unison_version"  # on a storage without memory: the current version of its content
 
@@ -39,20 +40,32 @@ serials = itertools.count()  # of operations, in the order they ran
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """How a tensor lies in its storage; stride and offset in elements."""
+class Operand:
+    """A tensor as an operation saw it: how it lies in its storage, and what was there.
 
+    Two are equal that lie alike, each in its own.
+
+    Attributes:
+        buffer: The identity of its storage.
+        op: What wrote the storage last; None for memory never written.
+        dtype: The tensor's own, like the rest.
+        shape: Its sizes.
+        stride: In elements, like the offset.
+        offset: Of its first element.
+    """
+
+    buffer: object = field(compare=False)
+    op: "Op | None" = field(compare=False)
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Geometry":
-        """Return the geometry of a tensor."""
-        return cls(
-            tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
-        )
+    def of(cls, tensor: Tensor, buffer: object = None, op: "Op | None" = None) -> "Operand":
+        """Return what stands for a tensor."""
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return cls(buffer, op, tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
     @property
     def dims(self) -> list[tuple[int, int]]:
@@ -63,7 +76,7 @@ class Geometry:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
     @property
     def end(self) -> int:
@@ -110,7 +123,7 @@ class Geometry:
         return int(index[where[0]]), int(index[where[-1]]) + 1, where
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor of this geometry on a storage."""
+        """Return the tensor that lies so on a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
 
@@ -123,21 +136,6 @@ def _is_ordered(dims: list[tuple[int, int]]) -> bool:
             return False  # transposed, or overlapping
         span += (size - 1) * stride
     return True
-
-
-@dataclass(frozen=True, eq=False)
-class Operand:
-    """A tensor as an operation saw it.
-
-    Attributes:
-        buffer: The identity of its storage.
-        op: What wrote the storage last; None for memory never written.
-        geometry: How it lies there.
-    """
-
-    buffer: object
-    op: "Op | None"
-    geometry: Geometry
 
 
 @dataclass(eq=False)
@@ -198,8 +196,7 @@ def operand_of(tensor: Tensor) -> Operand | None:
         version = getattr(tensor.untyped_storage(), VERSION, None)
         if version is None:
             return None
-        buffer, op = version
-        return Operand(buffer, op, Geometry.of(tensor))
+        return Operand.of(tensor, *version)
 
 
 def set_version(tensor: Tensor, buffer: object, op: Op | None) -> None:
@@ -389,7 +386,7 @@ def evaluate(operand: Operand, streams: Streams) -> Tensor:
     last_use: dict[object, Op | None] = {}
     uses = [(op, each) for op in ops for each in op.leaves(Operand)]
     for user, each in [*uses, (None, operand)]:
-        needed = each.geometry.end * each.geometry.dtype.itemsize
+        needed = each.end * each.dtype.itemsize
         num_bytes[each.buffer] = max(num_bytes[each.buffer], needed)
         last_use[each.buffer] = user
     storages: dict[object, torch.UntypedStorage] = {}
@@ -401,7 +398,7 @@ def evaluate(operand: Operand, streams: Streams) -> Tensor:
         if leaf.buffer not in storages:
             zeros = torch.zeros(num_bytes[leaf.buffer], dtype=torch.uint8)
             storages[leaf.buffer] = zeros.untyped_storage()
-        return leaf.geometry.on(storages[leaf.buffer])
+        return leaf.on(storages[leaf.buffer])
 
     for op in ops:
         args, kwargs = tree_map(real, (op.args, op.kwargs))
@@ -409,7 +406,7 @@ def evaluate(operand: Operand, streams: Streams) -> Tensor:
             draw_(args[0], op, streams)
         else:
             assert callable(op.call)
-            draws = StreamDraws(*streams[op]) if op.is_registered else nullcontext()
+            draws = drawing_from(*streams[op]) if op.is_registered else nullcontext()
             with one_thread(op.default_dtype), draws:
                 result = op.call(*args, **kwargs)
             results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -418,7 +415,7 @@ def evaluate(operand: Operand, streams: Streams) -> Tensor:
                     continue
                 storage = tensor.untyped_storage()
                 is_large = storage.nbytes() >= num_bytes[made.buffer]
-                if Geometry.of(tensor) == made.geometry and is_large:
+                if Operand.of(tensor) == made and is_large:
                     storages[made.buffer] = storage
                 else:
                     real(made).copy_(tensor)
@@ -461,31 +458,20 @@ def one_thread(default_dtype: torch.dtype | None = None) -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-class StreamDraws(TorchDispatchMode):
-    """Lets torch's random operations draw from the streams of one registered call.
+def drawing_from(key: Key, name: str, number: int) -> DispatchMode:
+    """Let torch's random operations draw from the streams of one registered call.
 
     Stream k of the call is the k-th draw it makes, so the values do not depend on torch's
     generators, and those are not used.
     """
+    key, numbers = key.child("registered init", number), itertools.count()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as for the recorder
-
-    def __init__(self, key: Key, name: str, number: int) -> None:
-        super().__init__()
-        self._key, self._name = key.child("registered init", number), name
-        self._num_draws = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_random(func):
             return func(*args, **kwargs)
         kwargs = without_generator(func, kwargs)
         if func in FORMULAS:
-            with self:
+            with mode:
                 return FORMULAS[func](*args, **kwargs)
         init = describe(func, args, kwargs)
         if init is None:
@@ -495,9 +481,11 @@ class StreamDraws(TorchDispatchMode):
         else:  # an empty tensor like the one that the call would make
             on_meta = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, args)
             target = torch.empty_like(func(*on_meta, **{**kwargs, "device": "meta"}), device="cpu")
-        fill_(target, init, self._key, self._name, number=self._num_draws)
-        self._num_draws += 1
+        fill_(target, init, key, name, number=next(numbers))
         return target
+
+    mode = DispatchMode(run)
+    return mode
 
 
 # ------------------------------------------------------------------------------------------------
@@ -542,16 +530,16 @@ def fill_part_(out: Tensor, operand: Operand, start: int, streams: Streams) -> N
         start: The first element.
         streams: Where draws come from.
     """
-    length, op, geometry = out.numel(), operand.op, operand.geometry
+    length, op = out.numel(), operand.op
     if length == 0:
         return
-    part = part_of(op, geometry.dtype, streams) if geometry.is_contiguous else None
+    part = part_of(op, operand.dtype, streams) if operand.is_contiguous else None
     if part is None:
         out.copy_(evaluate(operand, streams).reshape(-1)[start : start + length])
         return
-    begin = geometry.offset + start
-    if op is not None and isinstance(op.call, Init) and out.dtype == geometry.dtype:
-        target = op.args[0].geometry
+    begin = operand.offset + start
+    if op is not None and isinstance(op.call, Init) and out.dtype == operand.dtype:
+        target = op.args[0]
         if target.is_contiguous:
             first, last, _ = target.overlap(begin, begin + length)
             if last - first == length:  # one draw, which has the same bits on every device
@@ -579,52 +567,52 @@ def part_of(
     target, others = op.args[0], op.args[1:]
     if not isinstance(target, Operand):
         return None
-    geometry, call, kwargs = target.geometry, op.call, op.kwargs
-    has_floats = dtype.is_floating_point and geometry.dtype.is_floating_point
+    call, kwargs = op.call, op.kwargs
+    has_floats = dtype.is_floating_point and target.dtype.is_floating_point
     # `add` and `sub` with alpha fuse a product and a sum in vector loops and round twice in tails.
     are_numbers = all(value is None or isinstance(value, int | float) for value in others)
     are_numbers = are_numbers and not {"alpha", "rounding_mode"} & kwargs.keys()
     if (is_exact and not (has_floats and are_numbers)) or (is_copy and not are_numbers):
         return None
-    before = part_of(target.op, geometry.dtype, streams, depth - 1)
+    before = part_of(target.op, target.dtype, streams, depth - 1)
     if before is None:
         return None
     if is_copy or not (is_fill or call._schema.is_mutable):  # type: ignore[union-attr]
         made = op.fresh[0]
-        is_in_order = made is not None and made.geometry.is_contiguous and geometry.is_contiguous
-        if made is None or not is_in_order or made.geometry.dtype != dtype:
+        is_in_order = made is not None and made.is_contiguous and target.is_contiguous
+        if made is None or not is_in_order or made.dtype != dtype:
             return None
 
         def new_part(low: int, high: int) -> Tensor:
-            values = before(geometry.offset + low, geometry.offset + high)
+            values = before(target.offset + low, target.offset + high)
             if is_copy:
                 return values.to(dtype)
             with one_thread():
                 return call(values, *others, **kwargs)  # type: ignore[operator]
 
         return new_part
-    if geometry.dtype != dtype or not geometry.is_ordered:
+    if target.dtype != dtype or not target.is_ordered:
         return None
     if is_fill:
 
         def written(first: int, last: int) -> Tensor:
             values = torch.empty(last - first, dtype=dtype)
-            draw_(values, op, streams, Box.flat(first, last, geometry.numel))
+            draw_(values, op, streams, Box.flat(first, last, target.numel))
             return values
 
     elif not is_exact:
         source = others[0]
-        if not isinstance(source, Operand) or not source.geometry.is_contiguous:
+        if not isinstance(source, Operand) or not source.is_contiguous:
             return None
-        copied = part_of(source.op, source.geometry.dtype, streams, depth - 1)
-        if copied is None or source.geometry.shape != geometry.shape:
+        copied = part_of(source.op, source.dtype, streams, depth - 1)
+        if copied is None or source.shape != target.shape:
             return None
 
         def written(first: int, last: int) -> Tensor:
-            return copied(source.geometry.offset + first, source.geometry.offset + last).to(dtype)
+            return copied(source.offset + first, source.offset + last).to(dtype)
 
     def part(low: int, high: int) -> Tensor:
-        first, last, where = geometry.overlap(low, high)
+        first, last, where = target.overlap(low, high)
         if is_fill and last - first == high - low:
             return written(first, last)
         values = before(low, high)

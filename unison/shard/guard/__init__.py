@@ -16,12 +16,3 @@ Why not what torch has:
 
 from unison.shard.guard.block import EXIT_CODE, Guard, guard
 from unison.shard.guard.records import CollectiveMismatch, RankLost, compare_across_ranks
-
-__all__ = [
-    "EXIT_CODE",
-    "CollectiveMismatch",
-    "Guard",
-    "RankLost",
-    "compare_across_ranks",
-    "guard",
-]

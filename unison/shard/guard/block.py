@@ -33,6 +33,7 @@ from torch._C import _distributed_c10d as c10d
 from unison import check
 from unison.errors import BadInput, UnisonError
 from unison.shard.guard.records import (
+    RECENT,
     CollectiveCall,
     CollectiveMismatch,
     Detail,
@@ -40,14 +41,15 @@ from unison.shard.guard.records import (
     Journal,
     RankLost,
     RankState,
-    Status,
+    add_call,
     caller,
     examine,
     identity,
     is_dead,
     lines_of,
-    message_of,
     specs_of,
+    summary_of,
+    verdict_of,
 )
 
 T = TypeVar("T")
@@ -168,7 +170,7 @@ class Guard:
         self._watcher: Any = None  # a `Watcher`, while several ranks are guarded
         self._verdict: UnisonError | None = None
         self._decided, self._delivered = threading.Event(), threading.Event()
-        self._status, self._note = Status.INSIDE, ""
+        self._status, self._note = "inside", ""
         self._stack: list[str] = []
         self._waiting: CollectiveCall | None = None
         self._thread = 0
@@ -233,7 +235,7 @@ class Guard:
             if self._watcher is not None:
                 self._leave(error, trace)
         finally:
-            self._status = Status.LEFT if error is None else Status.FAILED
+            self._status = "left" if error is None else "failed"
             self._detach()
         if self._verdict is None:
             return
@@ -249,14 +251,14 @@ class Guard:
         """Say that this rank leaves, and linger so that nobody is missed while it can be told."""
         if error is None:
             self._stack = lines_of(caller(sys._getframe(2))[1])
-            self._status, seconds = Status.LEAVING, self._timeout
+            self._status, seconds = "leaving", self._timeout
         else:
             while trace is not None and trace.tb_next is not None:
                 trace = trace.tb_next
             self._stack = lines_of(caller(trace.tb_frame if trace else sys._getframe(2))[1])
             self._note = f"{type(error).__name__}: {error}".partition("\n")[0]
             # Long enough for the others to read it; a broken connection deserves an explanation.
-            self._status, seconds = Status.FAILED, _GRACE
+            self._status, seconds = "failed", _GRACE
             if _is_lost_peer(error):
                 self._watcher.hint()
                 seconds = self._patience + _GRACE
@@ -458,12 +460,11 @@ class Guard:
         """Return a heartbeat."""
         while self._log:
             call = self._log.popleft()
-            if call.group not in self._journals:
-                self._journals[call.group] = Journal(self._members[call.group])
-            self._journals[call.group].add(call)
+            journal = self._journals.setdefault(call.group, (deque(maxlen=RECENT), {}))
+            add_call(journal, call)
         self._beat += 1
         waiting, stack = self._waiting, self._stack
-        if self._status is Status.INSIDE:
+        if self._status == "inside":
             frame = sys._current_frames().get(self._thread)
             stack = lines_of(waiting.stack if waiting else caller(frame)[1])
         return {
@@ -473,12 +474,21 @@ class Guard:
             "stack": stack or ["(unknown)"],
             "waiting": (waiting.group, waiting.number) if waiting else None,
             "identity": self._identity,
-            "groups": {name: journal.summary() for name, journal in self._journals.items()},
+            "groups": {
+                name: summary_of(journal, self._members[name])
+                for name, journal in self._journals.items()
+            },
         }
 
     def detail(self) -> Detail:
-        """Return the recent calls of each group."""
-        return {name: journal.detail() for name, journal in self._journals.items()}
+        """Return text, call sites and signature of the recent calls of each group, by number."""
+        return {
+            name: {
+                str(call.number): (call.text, lines_of(call.stack), call.signature.decode())
+                for call in recent
+            }
+            for name, (recent, _) in self._journals.items()
+        }
 
     def receive(self, verdict: UnisonError) -> None:
         """Raise the verdict in the training thread; end the process if it cannot be reached."""
@@ -603,7 +613,7 @@ class Watcher(threading.Thread):
             return True
         states = [self._states.get(r) for r in self._others]
         return any(s["everyone_left"] for s in states if s) or all(
-            s is not None and s["status"] != Status.INSIDE for s in states
+            s is not None and s["status"] != "inside" for s in states
         )
 
     # ---- the thread ---------------------------------------------------------------------------
@@ -634,7 +644,7 @@ class Watcher(threading.Thread):
         verdict = self._unless_blind(lambda: self._propose(finding, states))
         if verdict is None:
             details = {self._rank: self._guard.detail()}
-            verdict = finding.error(message_of(finding, states, details))
+            verdict = verdict_of(finding, states, details)
         return verdict
 
     def _own_state(self) -> RankState:
@@ -691,26 +701,26 @@ class Watcher(threading.Thread):
         return [leader]
 
     def _lost(self) -> Finding | None:
-        now = time.monotonic()
+        now, lost = time.monotonic(), ("", 0, False)
         silence = min(self._silence, _SILENCE_AFTER_A_HINT) if self._is_hinted else self._silence
         for rank, state in self._states.items():
-            if state["status"] != Status.INSIDE:
+            if state["status"] != "inside":
                 continue
             if is_dead(state["identity"]):
-                return Finding((rank,), why=f"its process {state['identity'][1]} has ended")
+                return (rank,), *lost, f"its process {state['identity'][1]} has ended"
             quiet = now - self._seen[rank][1]
             if quiet > silence and not self._is_blind:
-                return Finding((rank,), why=f"no sign of life for {quiet:.0f} s ({_SILENT})")
+                return (rank,), *lost, f"no sign of life for {quiet:.0f} s ({_SILENT})"
         if self._is_blind:
             # Of a lost store rank 0 is to blame, its host, unless a launcher hosts it or it left.
             host = self._states.get(0)
             by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            if self._rank == 0 or by_launcher or (host and host["status"] != Status.INSIDE):
+            if self._rank == 0 or by_launcher or (host and host["status"] != "inside"):
                 return None
-            return Finding((0,), why="the store it hosts no longer answers")
+            return (0,), *lost, "the store it hosts no longer answers"
         absent = [r for r in self._whom() if r not in self._states]
         if absent and now - self._started_at > self._silence:
-            return Finding(tuple(absent), why="it has not entered the guard")
+            return tuple(absent), *lost, "it has not entered the guard"
         return None
 
     # ---- verdicts -----------------------------------------------------------------------------
@@ -723,7 +733,8 @@ class Watcher(threading.Thread):
     def _propose(self, finding: Finding, states: dict[int, RankState]) -> UnisonError:
         self._store.set("ask", json.dumps(True))
         self._publish_detail()
-        gone = finding.ranks if finding.why else ()
+        concerned, *_, why = finding
+        gone = concerned if why else ()
         expected = [r for r in self._others if r not in gone and self._answers(r)]
         until = time.monotonic() + _DETAIL_SECONDS
         while True:
@@ -732,13 +743,14 @@ class Watcher(threading.Thread):
                 break
             time.sleep(0.02)
         states = {**states, **self._read("state", self._whom()), self._rank: self._own_state()}
-        proposal = json.dumps([finding.error.__name__, message_of(finding, states, details)])
+        verdict = verdict_of(finding, states, details)
+        proposal = json.dumps([type(verdict).__name__, str(verdict)])
         # The store keeps the first proposal, and gives it to all.
         return self._agreed(*json.loads(self._store.compare_set("verdict/0", "", proposal)))
 
     def _answers(self, rank: int) -> bool:
         state = self._states.get(rank)
-        return state is None or state["status"] in (Status.INSIDE, Status.LEAVING)
+        return state is None or state["status"] in ("inside", "leaving")
 
     def _agreed(self, kind: str, message: str) -> UnisonError:
         """Take the verdict that all ranks take, and let the others read it first if we may host."""

@@ -5,13 +5,12 @@ they are. Text, line numbers and digests are made of it later, by the watching t
 talks to a thread, or to a store: states go in, a finding or a text comes out.
 """
 
-import enum
 import functools
 import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -184,48 +183,36 @@ GroupState = dict[str, Any]
 """
 
 
-@dataclass
-class Journal:
-    """The calls of one group: a chained digest, and the last calls in full.
+Journal = tuple[deque[CollectiveCall], dict[int, str]]
+"""The last calls of one group in full, and marks by number: a chained digest of all calls so far.
 
-    `marks` holds the chain's value after recent calls, densely for the last ones and sparsely
-    before. Two ranks whose chains agree at one number have agreed on every call up to it.
-    """
+There are marks of recent calls, densely of the last ones and sparsely before. Two ranks whose
+chains agree at one number have agreed on every call up to it."""
 
-    ranks: list[int]
-    last: int = 0
-    chain: str = ""
-    marks: dict[int, str] = field(default_factory=dict)
-    recent: deque[CollectiveCall] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def add(self, call: CollectiveCall) -> None:
-        """Append a call."""
-        digest = hashlib.blake2b(self.chain.encode() + call.signature, digest_size=8)
-        self.chain = digest.hexdigest()
-        self.last = call.number
-        self.marks[call.number] = self.chain
-        self.recent.append(call)
-        if (call.number - _DENSE) % _DENSE:
-            self.marks.pop(call.number - _DENSE, None)
-        self.marks.pop(call.number - _SPARSE, None)
+def add_call(journal: Journal, call: CollectiveCall) -> None:
+    """Append a call."""
+    recent, marks = journal
+    chain = next(reversed(marks.values()), "")
+    digest = hashlib.blake2b(chain.encode() + call.signature, digest_size=8)
+    marks[call.number] = digest.hexdigest()
+    recent.append(call)
+    if (call.number - _DENSE) % _DENSE:
+        marks.pop(call.number - _DENSE, None)
+    marks.pop(call.number - _SPARSE, None)
 
-    def summary(self) -> GroupState:
-        """Return what every heartbeat says of this group."""
-        call = self.recent[-1]
-        return {
-            "ranks": self.ranks,
-            "last": self.last,
-            "marks": {str(number): chain for number, chain in self.marks.items()},
-            "call": call.text,
-            "stack": lines_of(call.stack),
-        }
 
-    def detail(self) -> dict[str, tuple[str, list[str], str]]:
-        """Return text, call sites and signature of the recent calls, by number."""
-        return {
-            str(call.number): (call.text, lines_of(call.stack), call.signature.decode())
-            for call in self.recent
-        }
+def summary_of(journal: Journal, ranks: list[int]) -> GroupState:
+    """Return what every heartbeat says of a group."""
+    recent, marks = journal
+    call = recent[-1]
+    return {
+        "ranks": ranks,
+        "last": call.number,
+        "marks": {str(number): chain for number, chain in marks.items()},
+        "call": call.text,
+        "stack": lines_of(call.stack),
+    }
 
 
 # ---- what is found when ranks compare ----------------------------------------------------------
@@ -239,20 +226,13 @@ class RankLost(UnisonError):
     """A rank died, or has given no sign of life for too long."""
 
 
-class Status(enum.StrEnum):
-    """Where a rank is in its guarded block; only INSIDE can still call collectives."""
-
-    INSIDE = "inside"
-    LEAVING = "leaving"  # done, and waiting a moment for the others
-    LEFT = "left"
-    FAILED = "failed"  # left by an exception of the user's
-
-
 RankState = dict[str, Any]
 """What one rank says of itself in a heartbeat, as JSON holds it.
 
 - `beat` counts up: a rank whose beat stands still is silent.
-- `status` is where it is in its guarded block; `note` how it left, where it failed.
+- `status` is where it is in its guarded block: "inside", where alone it can still call collectives;
+  "leaving", done and waiting a moment for the others; "left"; or "failed", left by an exception of
+  the user's, of which `note` tells.
 - `stack` is its own Python location, innermost first.
 - `waiting` is the group and number of the collective it waits for.
 - `identity` is machine, process id and start time, to see from next door whether it lives.
@@ -261,28 +241,10 @@ RankState = dict[str, Any]
 """
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong, and with whom.
-
-    Attributes:
-        ranks: The ranks that differ, lag or are gone.
-        group: Where collectives differ, or one is missing.
-        number: The first that does.
-        is_mismatch: Whether ranks called different ones; else the ranks skipped one, or are lost.
-        why: How lost ranks were lost; empty for others.
-    """
-
-    ranks: tuple[int, ...]
-    group: str = ""
-    number: int = 0
-    is_mismatch: bool = False
-    why: str = ""
-
-    @property
-    def error(self) -> type[UnisonError]:
-        """The exception to raise."""
-        return RankLost if self.why else CollectiveMismatch
+Finding = tuple[tuple[int, ...], str, int, bool, str]
+"""What is wrong: the ranks that differ, lag or are gone; the group in which collectives differ, or
+one is missing, and the number of the first; whether ranks called different ones, or else skipped
+one or are lost; and how they were lost, empty for others."""
 
 
 def examine(
@@ -309,7 +271,7 @@ def examine(
         for rank, marks in issued.items():
             differing = [int(n) for n in first.keys() & marks.keys() if first[n] != marks[n]]
             if differing:
-                return Finding((rank,), name, min(differing), is_mismatch=True)
+                return (rank,), name, min(differing), True, ""
         last = {r: 0 if group is None else group["last"] for r, group in members.items()}
         lagging = [r for r in last if last[r] < max(last.values())]
         for rank in last.keys() - lagging:
@@ -321,10 +283,10 @@ def examine(
             behind[name, rank] = last[rank], since
             if now - since > patience:
                 late.append(rank)
-        found = [r for r in lagging if states[r]["status"] != Status.INSIDE] or late
+        found = [r for r in lagging if states[r]["status"] != "inside"] or late
         if found:
             # The first collective that is missing is the one whose callers wait.
-            return Finding(tuple(sorted(found)), name, min(last[r] for r in found) + 1)
+            return tuple(sorted(found)), name, min(last[r] for r in found) + 1, False, ""
     return None
 
 
@@ -345,49 +307,50 @@ _REMEDY = (
 _SLOW = " If the rank is only slow, give guard(timeout=...) more seconds."
 
 
-def message_of(
+def verdict_of(
     finding: Finding, states: Mapping[int, RankState], details: Mapping[int, Detail]
-) -> str:
-    """Write the report: what is wrong, then one paragraph per rank, then what to do."""
+) -> UnisonError:
+    """The error to raise: what is wrong, then one paragraph per rank, then what to do."""
+    concerned, group, number, is_mismatch, why = finding
     ranks = sorted(states)
-    if finding.group:
-        ranks = [r for r in ranks if r in _ranks_of(finding.group, states)]
-    if finding.is_mismatch:  # at the first number at which calls differ, if it is still known
-        calls = {r: each[finding.group] for r, each in details.items() if finding.group in each}
-        found = _first_difference(calls, finding.number, lambda call: call[2])
-        finding = finding if found is None else replace(finding, number=found[0])
-    parts = [_headline(finding, states)]
+    if group:
+        ranks = [r for r in ranks if r in _ranks_of(group, states)]
+    calls = {r: each[group] for r, each in details.items() if group in each}
+    if is_mismatch:  # at the first number at which calls differ, if it is still known
+        found = _first_difference(calls, number, lambda call: call[2])
+        number = number if found is None else found[0]
+    parts = [_headline((concerned, group, number, is_mismatch, why), states)]
     # Many ranks mostly say the same; the ones concerned come first, then a few of the others.
-    shown = [*finding.ranks, *(r for r in ranks if r not in finding.ranks)][:16]
+    shown = [*concerned, *(r for r in ranks if r not in concerned)][:16]
     for rank in sorted(shown):
-        lines = _paragraph(rank, finding, states.get(rank), details.get(rank, {}))
+        lines = _paragraph(states.get(rank), number, calls.get(rank, {}))
         parts.append(f"  rank {rank}: " + "\n      ".join(lines))
     if len(ranks) > len(shown):
         parts.append(f"  … and {len(ranks) - len(shown)} more ranks")
-    if finding.why:
-        return "\n".join(parts)
+    if why:
+        return RankLost("\n".join(parts))
     # A skipped collective may go unnoticed while the next ones look alike; other lines of the same
     # program are then the only trace of it.
-    calls = {r: details[r][finding.group] for r in ranks if finding.group in details.get(r, {})}
-    found = _first_difference(calls, finding.number - 1, lambda call: call[1][0])
+    calls = {r: calls[r] for r in ranks if r in calls}
+    found = _first_difference(calls, number - 1, lambda call: call[1][0])
     if found is not None:
         number, sites = found
         shown = ", ".join(f"rank {r} at {site}" for r, site in list(sites.items())[:4])
         parts.append(f"  The call sites first part at number {number}: {shown}.")
-    is_inside = any(states[r]["status"] == Status.INSIDE for r in finding.ranks)
-    parts.append(_REMEDY + (_SLOW if is_inside and not finding.is_mismatch else ""))
-    return "\n".join(parts)
+    is_inside = any(states[r]["status"] == "inside" for r in concerned)
+    parts.append(_REMEDY + (_SLOW if is_inside and not is_mismatch else ""))
+    return CollectiveMismatch("\n".join(parts))
 
 
 def _headline(finding: Finding, states: Mapping[int, RankState]) -> str:
-    who = _listed(finding.ranks)
-    what = f"collective number {finding.number} of {_group(finding.group)}"
-    if finding.why:
-        return f"{who} is lost: {finding.why}; last known of each rank:"
-    if finding.is_mismatch:
+    ranks, group, number, is_mismatch, why = finding
+    who, what = _listed(ranks), f"collective number {number} of {_group(group)}"
+    if why:
+        return f"{who} is lost: {why}; last known of each rank:"
+    if is_mismatch:
         return f"ranks called different collectives as {what}:"
-    last = {r: s["groups"].get(finding.group, {"last": 0})["last"] for r, s in states.items()}
-    callers = [r for r in states if last[r] >= finding.number]
+    last = {r: s["groups"].get(group, {"last": 0})["last"] for r, s in states.items()}
+    callers = [r for r in states if last[r] >= number]
     return f"{who} did not call {what}, which {_listed(callers)} called:"
 
 
@@ -397,24 +360,25 @@ def _group(name: str) -> str:
 
 def _listed(ranks: Iterable[int]) -> str:
     ranks = sorted(ranks)
-    shown = ", ".join(str(r) for r in ranks[:8]) + (", …" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    shown = ", ".join(str(r) for r in ranks[:_SHOWN_RANKS])
+    more = ", …" if len(ranks) > _SHOWN_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def _paragraph(rank: int, finding: Finding, state: RankState | None, detail: Detail) -> list[str]:
+def _paragraph(state: RankState | None, number: int, calls: Mapping[str, Any]) -> list[str]:
     if state is None:
         return ["no heartbeat of it has been read"]
-    calls, stack, waiting = detail.get(finding.group, {}), state["stack"], state["waiting"]
-    if str(finding.number) in calls:
-        text, stack, _ = calls[str(finding.number)]
-        return [f"number {finding.number}: {text} at {stack[0]}", *map("from {}".format, stack[1:])]
+    stack, waiting = state["stack"], state["waiting"]
+    if str(number) in calls:
+        text, stack, _ = calls[str(number)]
+        return [f"number {number}: {text} at {stack[0]}", *map("from {}".format, stack[1:])]
     match state["status"]:
-        case Status.INSIDE if waiting is not None and waiting[0] in state["groups"]:
+        case "inside" if waiting is not None and waiting[0] in state["groups"]:
             group, number = waiting
             lines = [f"waiting in number {number} of {_group(group)}, called at {stack[0]}"]
-        case Status.INSIDE:
+        case "inside":
             lines = [f"not in a collective, at {stack[0]}"]
-        case Status.FAILED:
+        case "failed":
             lines = [f"left the guard with {state['note']} at {stack[0]}"]
         case _:
             lines = [f"left the guard at {stack[0]}"]
@@ -508,11 +472,8 @@ def _by_rank(values: Mapping[int, str]) -> str:
         holders.setdefault(value, []).append(rank)
     parts = []
     for value, ranks in holders.items():
-        shown = ", ".join(str(r) for r in ranks[:_SHOWN_RANKS])
-        more = ", …" if len(ranks) > _SHOWN_RANKS else ""
         value = value if len(value) <= 120 else value[:117] + "..."
-        verb = "rank {} has" if len(ranks) == 1 else "ranks {} have"
-        parts.append(f"{verb.format(shown + more)} {value}")
+        parts.append(f"{_listed(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}")
     return "; ".join(parts)
 
 

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import math
-import os
 import secrets
 import shutil
 import threading
@@ -21,12 +19,17 @@ from torch.optim import Optimizer
 from unison.errors import BadInput, NeedsWhole
 from unison.schema import build, parse, read_bytes, short, version_of
 from unison.shard.ranks import Ranks, from_rank_0, meet, together
-from unison.shard.state.entries import (
-    Entry,
+from unison.shard.state.entries import Entry, entries_of, ranks_of, require_same
+from unison.shard.state.files import (
+    DataFile,
+    FileChunk,
     FlatPart,
-    entries_of,
-    ranks_of,
-    require_same,
+    SavedTensor,
+    data_file,
+    read_parts,
+    sha256_of,
+    sync,
+    write_parts,
 )
 from unison.shard.state.optimizer import (
     ElementState,
@@ -51,45 +54,6 @@ FORMAT = "unison checkpoint"
 VERSION = 1
 ALONE = ".alone-"  # in the name of a folder that one rank writes for itself
 REPLACED = ".replaced"  # after that of one whose successor is complete
-
-
-@dataclass(frozen=True)
-class FileChunk:
-    """The elements [start, stop) of a tensor, in a file."""
-
-    start: int
-    stop: int
-    file: str
-
-    def key(self, name: str) -> str:
-        """What the chunk is called in its file.
-
-        >>> FileChunk(0, 256, "rank-0.safetensors").key("model/bias")
-        'model/bias[0:256]'
-        """
-        return f"{name}[{self.start}:{self.stop}]"
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """A tensor of a checkpoint: its own shape, and where its elements lie."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[FileChunk, ...] = ()
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """A safetensors file of a checkpoint: its length and its hash."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,27 +249,6 @@ def commit(folder: Path) -> None:
         shutil.rmtree(replaced)
 
 
-def sync(path: Path) -> None:
-    """Have a file or a folder's list of names on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sha256_of(path: Path) -> str:
-    """The hash of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def data_file(path: Path) -> DataFile:
-    """What a manifest says of a file, which is on the disk, not only on its way there, then."""
-    sync(path)
-    return DataFile(path.stat().st_size, sha256_of(path))
-
-
 def write_folder(
     folder: Path,
     parts: dict[str, FlatPart],
@@ -348,8 +291,6 @@ def write_folder(
         path.write_text(manifest.to_json())
         sync(path)
         commit(folder)
-
-    from unison.shard.state.files import write_parts
 
     from_rank_0(ranks, lambda: begin(folder))
     try:
@@ -420,7 +361,7 @@ def save_checkpoint(
     if held is not None:
         parts |= _state_parts(held.elements)
         described, saved = held.describe(), held.to_json()
-    tensors = {key: SavedTensor(part.shape, part.values.dtype) for key, part in parts.items()}
+    tensors = {key: SavedTensor(shape, held.dtype) for key, (shape, _, held) in parts.items()}
     described |= {key: (each.shape, str(each.dtype)) for key, each in tensors.items()}
     require_same(ranks, described, what="what is to be saved")
     if ranks.rank > 0:  # buffers may differ between ranks; rank 0's count
@@ -452,7 +393,8 @@ def save_checkpoint(
         )
     # The next step changes parameters and state in place.
     parts = {
-        key: replace(part, values=part.values.to("cpu", copy=True)) for key, part in parts.items()
+        key: (shape, start, values.to("cpu", copy=True))
+        for key, (shape, start, values) in parts.items()
     }
 
     def write() -> None:
@@ -512,12 +454,10 @@ def load_checkpoint(
     entries, elements, install = together(
         ranks, lambda: _matched(module, optimizer, manifest, cast, folder)
     )
-    from unison.shard.state.files import read_parts
-
     parts = _model_parts(entries)
-    read_parts(folder, parts | _state_parts(elements), manifest, ranks)
-    for entry, part in zip(entries, parts.values(), strict=True):
-        entry.store(part.values)
+    read_parts(folder, parts | _state_parts(elements), manifest.tensors, ranks)
+    for entry, (_, _, values) in zip(entries, parts.values(), strict=True):
+        entry.store(values)
     install()
     return manifest.extra
 

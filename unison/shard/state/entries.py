@@ -23,6 +23,7 @@ from unison.shard.sharded_tensor import (
     show_shards,
     whole,
 )
+from unison.shard.state.files import FlatPart
 from unison.shard.unit import units_of
 from unison.torch_internals import canonical_name
 
@@ -63,13 +64,13 @@ class Entry:
         """What the rank holds: a one-dimensional piece, some rows (under FSDP2), or the whole."""
         return local_part(self.tensor)
 
-    def flat_part(self, held: Tensor) -> "FlatPart":
+    def flat_part(self, held: Tensor) -> FlatPart:
         """This rank's elements of the tensor, or of another that lies on ranks as it does.
 
         They are a view unless the memory is not contiguous.
         """
         values = local_part(held).detach().reshape(-1)
-        return FlatPart(tuple(self.tensor.shape), self.placement.start, values)
+        return tuple(self.tensor.shape), self.placement.start, values
 
     @torch.no_grad()
     def store(self, flat: Tensor) -> None:  # [stop - start]
@@ -78,26 +79,11 @@ class Entry:
             self.value.copy_(flat.view(self.value.shape))
 
 
-@dataclass(frozen=True)
-class FlatPart:
-    """The elements of a tensor that this rank holds, on their way into or out of files.
-
-    Attributes:
-        shape: Of the whole tensor.
-        start: The first element held.
-        values: The elements [held], written in place when loading.
-    """
-
-    shape: tuple[int, ...]
-    start: int
-    values: Tensor
-
-
 def ranks_of(module: nn.Module) -> Ranks:
     """All ranks that hold a part or a copy of a module; they take part in its collectives."""
     units = units_of(module)
     if units:
-        return units[0].axes.all
+        return units[0].ranks
     show_shards(module)
     rows = ((name, value) for name, value in module.named_parameters() if is_dtensor(value))
     name, value = next(rows, (None, None))

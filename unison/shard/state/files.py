@@ -1,62 +1,80 @@
-"""Data files of a checkpoint: safetensors, planned by torch.distributed.checkpoint.
+"""Data files of a checkpoint: safetensors, each written by one rank and read by whoever needs it.
 
-torch's planners say who writes and who reads which elements. They plan with boxes, and a rank's
-part of a parameter is a run of its elements in memory order, so each tensor is planned as one of
-one dimension, of which a part is a box again. They give each part that several ranks hold to one
-writer, and find out which parts of which chunks a rank must read when the world has another size
-than the one that wrote. torch's own file reader unpickles its metadata, so that a checkpoint from
-elsewhere could run code: writer and reader are ours.
-
-Imported where it is used: importing torch.distributed.checkpoint takes most of a second.
+A rank's part of a parameter is a run of its elements in memory order. What several ranks hold is
+written by one of them; a reader takes the elements that it keeps out of whatever files they lie in,
+so that the world may have another size than the one that wrote. torch.distributed.checkpoint knows
+boxes only, and its file reader unpickles, so that a checkpoint from elsewhere could run code.
 """
 
+import hashlib
 import math
-import warnings
+import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
 from unison.errors import BadInput, CheckpointFailed, UnisonError
-from unison.shard.ranks import Ranks, buckets
-from unison.shard.state.checkpoint import DataFile, FileChunk, Manifest, data_file
-from unison.shard.state.entries import FlatPart
+from unison.shard.ranks import Ranks, agree, buckets, from_rank_0, gather_objects
+
+T = TypeVar("T")
 
 FILE_BYTES = 1 << 30  # of one data file, so that the host holds no more than that at a time
+
+FlatPart = tuple[tuple[int, ...], int, Tensor]
+"""The elements of a tensor that this rank holds, on their way into or out of files: the shape of
+the whole, the first element held, and the elements [held], written in place when loading."""
+
+
+@dataclass(frozen=True)
+class FileChunk:
+    """The elements [start, stop) of a tensor, in a file."""
+
+    start: int
+    stop: int
+    file: str
+
+    def key(self, name: str) -> str:
+        """What the chunk is called in its file.
+
+        >>> FileChunk(0, 256, "rank-0.safetensors").key("model/bias")
+        'model/bias[0:256]'
+        """
+        return f"{name}[{self.start}:{self.stop}]"
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a checkpoint: its own shape, and where its elements lie."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[FileChunk, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A safetensors file of a checkpoint: its length and its hash."""
+
+    bytes: int
+    sha256: str
+
 
 OnWritten = Callable[[dict[str, list[FileChunk]], dict[str, DataFile]], None]
 """Called on rank 0 with the chunks of each tensor and the size and hash of each file."""
 
 
 def write_parts(
-    folder: Path, parts: dict[str, FlatPart], ranks: Ranks, on_written: OnWritten
+    folder: Path, parts: Mapping[str, FlatPart], ranks: Ranks, on_written: OnWritten
 ) -> None:
     """Write every rank's parts; a collective.
 
@@ -66,233 +84,111 @@ def write_parts(
         ranks: Who takes part.
         on_written: Called once all files are on the disk; its error is one of all ranks.
     """
-    with _one_error(alone=ranks.group is None):
-        dcp.save(
-            parts,
-            storage_writer=FileStorage(folder, ranks.rank, on_written=on_written),
-            planner=FlatSavePlanner(),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
+    held = {
+        (name, start): math.prod(shape) * values.itemsize
+        for name, (shape, start, values) in parts.items()
+        if len(values)
+    }
+    writers = _writers(gather_objects(ranks, held))
+    own = [each for each in held if writers[each] == ranks.rank]
+    written = _agreed(ranks, lambda: _write_own(folder, parts, own, ranks.rank))
+    chunks: dict[str, list[FileChunk]] = defaultdict(list)
+    files: dict[str, DataFile] = {}
+    for name, chunk, file in (each for of_rank in written for each in of_rank):
+        files[chunk.file] = file
+        chunks[name].append(chunk)
+    for each in chunks.values():
+        each.sort(key=lambda chunk: chunk.start)
+    from_rank_0(ranks, lambda: on_written(chunks, files))
 
 
-def read_parts(folder: Path, parts: dict[str, FlatPart], manifest: Manifest, ranks: Ranks) -> None:
-    """Fill every rank's parts in place; a collective."""
-    with _one_error(alone=ranks.group is None):
-        dcp.load(
-            parts,
-            storage_reader=FileStorage(folder, ranks.rank, manifest=manifest),
-            planner=FlatLoadPlanner(),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
-
-
-@contextmanager
-def _one_error(*, alone: bool) -> Iterator[None]:
-    """Turn what torch raises on every rank, once any failed, into one of our errors."""
-    try:
-        with ExitStack() as stack:
-            if alone:  # never in a thread: filters of warnings are the whole process's
-                stack.enter_context(warnings.catch_warnings())
-                # A world of one process is what was asked for, not an oversight.
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as failed:
-        rank = min(failed.failures)
-        error, _ = failed.failures[rank]
-        if isinstance(error, UnisonError | KeyboardInterrupt):
-            raise error from None
-        if isinstance(error, OSError):
-            raise CheckpointFailed(
-                f"rank {rank} met {type(error).__name__}: {error}; a checkpoint needs a folder "
-                "that every rank can reach, and room in it"
-            ) from None
-        raise RuntimeError(f"rank {rank} failed: {failed}") from error
-
-
-class FlatSavePlanner(DefaultSavePlanner):
-    """Plans to write flat parts; what several ranks hold is written by one of them."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_local_plan(self) -> SavePlan:
-        """One item per part that is not empty."""
-        items = []
-        for name, part in self.state_dict.items():
-            if len(part.values):
-                box, size = _box(part.start, len(part.values)), torch.Size([math.prod(part.shape)])
-                properties = TensorProperties(dtype=part.values.dtype)
-                data = TensorWriteData(chunk=box, properties=properties, size=size)
-                index = MetadataIndex(name, box.offsets)
-                items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The elements to write."""
-        return self.state_dict[index.fqn].values
-
-
-def _box(start: int, length: int) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size([start]), torch.Size([length]))
-
-
-class FlatLoadPlanner(DefaultLoadPlanner):
-    """Plans to read, for each part, what overlaps it in the files."""
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator=False
-    ) -> None:
-        """Take the parts as they are; they have memory."""
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        """One item per overlap of a part and a chunk."""
-        assert self.metadata is not None
-        items: list[ReadItem] = []
-        for name, part in self.state_dict.items():
-            saved = self.metadata.state_dict_metadata[name]
-            assert isinstance(saved, TensorStorageMetadata)
-            if len(part.values):
-                items += create_read_items_for_chunk_list(
-                    name, saved, [_box(part.start, len(part.values))]
-                )
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The elements to write into."""
-        return self.state_dict[index.fqn].values
-
-
-class FileStorage(StorageWriter, StorageReader):
-    """The safetensors files of a checkpoint: one rank writes its chunks, or reads what it needs.
+def _writers(held: list[dict[tuple[str, int], int]]) -> dict[tuple[str, int], int]:
+    """Which rank writes each part: of those that hold it, the one with least to write so far.
 
     Args:
-        folder: Where the files are; it exists.
-        rank: This rank, for the names of the files that it writes.
-        on_written: Called when every rank has written.
-        manifest: What the checkpoint holds, to read it.
+        held: By rank, the bytes of the whole tensor of each (name, first element).
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        *,
-        on_written: OnWritten | None = None,
-        manifest: Manifest | None = None,
-    ) -> None:
-        self._folder, self._rank, self._on_written = folder, rank, on_written
-        self._tensors = {} if manifest is None else manifest.tensors
-        self._chunks = {
-            MetadataIndex(name, [chunk.start]): chunk
-            for name, tensor in self._tensors.items()
-            for chunk in tensor.chunks
-        }
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between checkpoints."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
-
-    def set_up_storage_reader(
-        self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Nothing to set up."""
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        """The plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: Any) -> Any:
-        """The plans as they are."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Never chosen by name."""
-        return False
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items, some files after one another."""
-        results = []
-        for index, items in enumerate(buckets(plan.items, _num_bytes, FILE_BYTES)):
-            name = f"rank-{self._rank}-{index}.safetensors"
-            chunks: dict[MetadataIndex, FileChunk] = {}
-            tensors: dict[str, Tensor] = {}
-            for item in items:
-                assert item.tensor_data is not None
-                (start,), (length,) = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
-                chunk = chunks[item.index] = FileChunk(start, start + length, name)
-                tensors[chunk.key(item.index.fqn)] = _on_host(planner, item)
-            file = _write(self._folder / name, tensors)
-            results += [WriteResult(where, 0, (chunk, file)) for where, chunk in chunks.items()]
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Hand over what all ranks wrote."""
-        chunks: dict[str, list[FileChunk]] = defaultdict(list)
-        files: dict[str, DataFile] = {}
-        for result in (each for of_rank in results for each in of_rank):
-            chunk, file = result.storage_data
-            files[chunk.file] = file
-            chunks[result.index.fqn].append(chunk)
-        assert self._on_written is not None
-        self._on_written(
-            {name: sorted(each, key=lambda c: c.start) for name, each in chunks.items()}, files
-        )
-
-    def read_metadata(self) -> Metadata:
-        """The manifest in the words of torch's planners."""
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=tensor.dtype),
-                    torch.Size([tensor.numel]),
-                    [_box(chunk.start, chunk.stop - chunk.start) for chunk in tensor.chunks],
-                )
-                for name, tensor in self._tensors.items()
-            }
-        )
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items and no other bytes, file by file."""
-        from safetensors import SafetensorError, safe_open
-
-        by_file: dict[str, list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
-            by_file[self._chunks[item.storage_index].file].append(item)
-        for name, items in by_file.items():
-            try:
-                with safe_open(self._folder / name, framework="pt", device="cpu") as file:
-                    for item in items:
-                        chunk = self._chunks[item.storage_index]
-                        (start,), (length,) = item.storage_offsets, item.lengths
-                        stored = file.get_slice(chunk.key(item.storage_index.fqn))
-                        target = planner.resolve_tensor(item)
-                        target.copy_(stored[start : start + length])
-                        planner.commit_tensor(item, target)
-            except SafetensorError as error:
-                raise BadInput(f"{self._folder / name} is damaged: {error}") from None
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+    holders: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for rank, own in enumerate(held):
+        for part in own:
+            holders[part].append(rank)
+    load = [0] * len(held)
+    writers = {}
+    for part, ranks in holders.items():
+        writers[part] = min(ranks, key=load.__getitem__)
+        load[writers[part]] += held[ranks[0]][part]
+    return writers
 
 
-def _num_bytes(item: WriteItem) -> int:
-    assert item.tensor_data is not None
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+def _write_own(
+    folder: Path, parts: Mapping[str, FlatPart], own: list[tuple[str, int]], rank: int
+) -> list[tuple[str, FileChunk, DataFile]]:
+    """Write what is this rank's, some files after one another; returns what lies where."""
+    written = []
+    for index, names in enumerate(
+        buckets((name for name, _ in own), lambda name: parts[name][2].nbytes, FILE_BYTES)
+    ):
+        file = f"rank-{rank}-{index}.safetensors"
+        chunks, tensors = {}, {}
+        for name in names:
+            _, start, values = parts[name]
+            chunks[name] = FileChunk(start, start + len(values), file)
+            tensors[chunks[name].key(name)] = _on_host(values)
+        made = _write(folder / file, tensors)
+        written += [(name, chunk, made) for name, chunk in chunks.items()]
+    return written
 
 
-def _on_host(planner: SavePlanner, item: WriteItem) -> Tensor:
-    value = planner.resolve_data(item)
-    assert isinstance(value, Tensor)
-    return value.detach().cpu().contiguous()
+def read_parts(
+    folder: Path, parts: Mapping[str, FlatPart], tensors: Mapping[str, SavedTensor], ranks: Ranks
+) -> None:
+    """Fill every rank's parts in place from these files, and read no other bytes; a collective."""
+    _agreed(ranks, lambda: _read_own(folder, parts, tensors))
+
+
+def _read_own(
+    folder: Path, parts: Mapping[str, FlatPart], tensors: Mapping[str, SavedTensor]
+) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    wanted: dict[str, list[tuple[str, slice, Tensor]]] = defaultdict(list)  # by file
+    for name, (_, start, values) in parts.items():
+        for chunk in tensors[name].chunks:
+            low, high = max(start, chunk.start), min(start + len(values), chunk.stop)
+            if low < high:
+                stored = slice(low - chunk.start, high - chunk.start)
+                target = values[low - start : high - start]
+                wanted[chunk.file].append((chunk.key(name), stored, target))
+    for name, items in wanted.items():
+        try:
+            with safe_open(folder / name, framework="pt", device="cpu") as file:
+                for key, stored, target in items:
+                    target.copy_(file.get_slice(key)[stored])
+        except SafetensorError as error:
+            raise BadInput(f"{folder / name} is damaged: {error}") from None
+
+
+def _agreed(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+    """As `agree`; an error of a file says what a checkpoint needs."""
+
+    def told() -> T:
+        try:
+            return work()
+        except (UnisonError, RuntimeError):
+            raise
+        except OSError as error:
+            raise CheckpointFailed(
+                f"rank {ranks.rank} met {type(error).__name__}: {error}; a checkpoint needs a "
+                "folder that every rank can reach, and room in it"
+            ) from None
+        except Exception as error:
+            raise RuntimeError(f"rank {ranks.rank} failed: {error!r}") from error
+
+    return agree(ranks, told)
+
+
+def _on_host(values: Tensor) -> Tensor:
+    return values.detach().cpu().contiguous()
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> DataFile:
@@ -305,3 +201,24 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> DataFile:
     except SafetensorError as error:  # what it makes of a full disk or a missing folder
         raise CheckpointFailed(f"could not write {path}: {error}") from None
     return data_file(path)
+
+
+def sync(path: Path) -> None:
+    """Have a file or a folder's list of names on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def data_file(path: Path) -> DataFile:
+    """What a manifest says of a file, which is on the disk, not only on its way there, then."""
+    sync(path)
+    return DataFile(path.stat().st_size, sha256_of(path))
