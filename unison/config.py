@@ -10,7 +10,7 @@ All are frozen, keyword-only and checked when made, so that a run that starts ha
 `unison train --help` shows what is said of each attribute here.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from unison import check
@@ -266,6 +266,13 @@ class MechanismConfig:
                 f"every element of K-FAC's step again; leave --optimizer out: --graft {kfac.graft} "
                 "decides the length of a step"
             )
+
+    def by_name(self) -> dict[str, Any]:
+        """All settings in one dictionary, those of the model, of privacy and of K-FAC included."""
+        found = asdict(self)
+        overrides, privacy, kfac = (found.pop(name) for name in ("overrides", "privacy", "kfac"))
+        parts = {"private": privacy is not None, "kfac": kfac is not None}
+        return found | overrides | parts | (privacy or {}) | (kfac or {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,6 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
@@ -98,7 +97,12 @@ class PrivacyCallback(Callback):
             ),
             "manual optimisation": (not pl_module.automatic_optimization, "use make_private"),
             "accumulate_grad_batches": (
-                trainer.accumulate_grad_batches != 1 or any(map(_accumulates, trainer.callbacks)),  # type: ignore[attr-defined]
+                trainer.accumulate_grad_batches != 1
+                or any(
+                    each.going_to_accumulate_grad_batches()
+                    for each in trainer.callbacks  # type: ignore[attr-defined]
+                    if isinstance(each, GradientAccumulationScheduler)
+                ),
                 "give the loader a larger batch size, and the callback max_physical_batch_size",
             ),
             "precision 16-mixed": (trainer.precision == "16-mixed", "use bf16-mixed"),
@@ -125,13 +129,19 @@ class PrivacyCallback(Callback):
                 f"PrivacyCallback takes one optimizer, found {len(trainer.optimizers)}: one "
                 "optimizer must hold all trainable parameters"
             )
-        steps = int(trainer.estimated_stepping_batches)
+        # The one child that holds all trainable parameters, or else the module itself.
+        wanted = {id(each) for each in pl_module.parameters() if each.requires_grad}
+        holders = (
+            child
+            for child in pl_module.children()
+            if wanted and wanted <= {id(each) for each in child.parameters()}
+        )
         self.engine, self._loader = attach(
             self.privacy,
-            module=_called(pl_module),
+            module=next(holders, pl_module),
             optimizer=trainer.optimizers[0],
             data_loader=self._data,
-            steps=steps,
+            steps=int(trainer.estimated_stepping_batches),
             seed=self._seed,
             ledger=self._ledger,
             **self._settings,
@@ -268,11 +278,6 @@ class PrivacyCallback(Callback):
         self.teardown(trainer, pl_module, "fit")
 
 
-def _accumulates(callback: Callback) -> bool:
-    is_plan = isinstance(callback, GradientAccumulationScheduler)
-    return is_plan and callback.going_to_accumulate_grad_batches()
-
-
 class _Steps:
     """What Lightning takes for the loader of training rows: the first pass of every step.
 
@@ -310,12 +315,3 @@ def _refuse_chosen_by(trainer: Trainer, name: str) -> None:
                 "of files: no ε covers a figure of training rows; name files by a figure of "
                 "held-out rows"
             )
-
-
-def _called(module: nn.Module) -> nn.Module:
-    """The one child that holds all trainable parameters, or else the module itself."""
-    wanted = {id(each) for each in module.parameters() if each.requires_grad}
-    for child in module.children():
-        if wanted and wanted <= {id(each) for each in child.parameters()}:
-            return child
-    return module

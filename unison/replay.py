@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,44 +62,40 @@ def _factors_of_blocks(first: int, count: int, device: torch.device) -> Tensor:
     return z | 1
 
 
-class _BitSums:
-    """Sums an element's bits times its factors; see [Note: digests of bits]."""
+def sum_bits(values: Tensor, start: int, tables: dict[Any, Tensor]) -> Tensor:
+    """Sum elements' bits times their factors; see [Note: digests of bits].
 
-    def __init__(self) -> None:
-        self._own: dict[torch.device, Tensor] = {}  # [2, _BLOCK]
-        self._of_blocks: dict[tuple[int, int, torch.device], Tensor] = {}
+    Args:
+        values: The elements [start, start + n) of a tensor, [n].
+        start: Where they begin.
+        tables: Keeps factors for the next time.
 
-    def __call__(self, values: Tensor, start: int) -> Tensor:
-        """The two sums, int64 [2], of the elements [start, start + n) that `values` [n] are."""
-        size = values.element_size()
-        bits = values.view({1: torch.int8, 2: torch.int16}.get(size, torch.int32))
-        start = start * size // bits.element_size()
-        total = torch.zeros(2, dtype=torch.int64, device=bits.device)
-        # What is missing of the first and of the last block counts as 0, which adds nothing.
-        before, after = start % _BLOCK, -(start + len(bits)) % _BLOCK
-        if len(bits) <= _BLOCK or before:
-            cut = min(len(bits), _BLOCK - before)
-            padded = nn.functional.pad(bits[:cut], (before, _BLOCK - before - cut))
-            total += self._blocks(padded, start // _BLOCK)
-            return total + self(bits[cut:], start + cut) if cut < len(bits) else total
-        if after:
-            cut = len(bits) + after - _BLOCK
-            total += self(bits[cut:], start + cut)
-            bits = bits[:cut]
-        step = _CHUNK.get(bits.device.type, 1 << 26)
-        for first in range(0, len(bits), step):
-            total += self._blocks(bits[first : first + step], (start + first) // _BLOCK)
-        return total
-
-    def _blocks(self, bits: Tensor, first: int) -> Tensor:
-        device, count = bits.device, len(bits) // _BLOCK
-        if device not in self._own:
-            self._own[device] = _factors("element", _BLOCK).to(device)
-        if (place := (first, count, device)) not in self._of_blocks:
-            self._of_blocks[place] = _factors_of_blocks(*place)
-        words = bits.view(count, _BLOCK).long()
-        sums = torch.stack([(words * own).sum(dim=1) for own in self._own[device]])  # [2, count]
-        return (sums * self._of_blocks[place]).sum(dim=1)
+    Returns:
+        The two sums, int64 [2].
+    """
+    size, device = values.element_size(), values.device
+    bits = values.view({1: torch.int8, 2: torch.int16}.get(size, torch.int32))
+    start = start * size // bits.element_size()
+    if device not in tables:
+        tables[device] = _factors("element", _BLOCK).to(device)
+    total = torch.zeros(2, dtype=torch.int64, device=device)
+    # Whole blocks lie between those that are cut at the beginning and at the end.
+    cut = min(len(bits), -start % _BLOCK)
+    whole = max(cut, len(bits) - (start + len(bits)) % _BLOCK)
+    step = _CHUNK.get(device.type, 1 << 26)
+    for low, high in pairwise(sorted({0, *range(cut, whole, step), whole, len(bits)})):
+        first, before = divmod(start + low, _BLOCK)
+        after = -(start + high) % _BLOCK
+        part = bits[low:high]
+        if before or after:  # what is missing of a block counts as 0, which adds nothing
+            part = nn.functional.pad(part, (before, after))
+        words = part.view(-1, _BLOCK).long()
+        place = first, len(words), device
+        if place not in tables:
+            tables[place] = _factors_of_blocks(*place)
+        sums = torch.stack([(words * own).sum(dim=1) for own in tables[device]])  # [2, blocks]
+        total += (sums * tables[place]).sum(dim=1)
+    return total
 
 
 class StepRecorder:
@@ -122,7 +119,8 @@ class StepRecorder:
         sum_ranks: Callable[[Tensor], Tensor],
     ) -> None:
         self._model, self._rank, self._num_ranks = model, rank, num_ranks
-        self._sum_ranks, self._sums = sum_ranks, _BitSums()
+        self._sum_ranks = sum_ranks
+        self._tables: dict[Any, Tensor] = {}
         blocks = set(map(id, find_blocks(model)))
         names = [canonical_name(p) for p, each in model.named_modules() if id(each) in blocks]
         self.units = (*names, ROOT)
@@ -151,7 +149,7 @@ class StepRecorder:
         held = [each[is_real].reshape(int(is_real.sum()), -1) for each in columns]
         table = torch.cat(held, dim=1).int()  # [real rows, all columns]
         first = int(positions[is_real][0])
-        self._rows += self._sums(table.reshape(-1), first * table.shape[1])
+        self._rows += sum_bits(table.reshape(-1), first * table.shape[1], self._tables)
 
     @torch.no_grad()
     def take(self) -> tuple[str, tuple[str, ...]]:
@@ -169,7 +167,7 @@ class StepRecorder:
             edges = [len(flat) * n // copies // _BLOCK * _BLOCK for n in range(copies)]
             low, high = [*edges, len(flat)][copy : copy + 2]
             if low < high:
-                found = self._sums(flat[low:high], place.start + low).to(device)
+                found = sum_bits(flat[low:high], place.start + low, self._tables).to(device)
                 sums[self._unit_of[name]] += found * self._of_names[name].to(device)
         *units, rows = self._sum_ranks(sums).cpu().numpy()
         return _short_hash(b"rows" + rows.tobytes()), tuple(
@@ -291,11 +289,6 @@ def leaf_hash(line: bytes) -> bytes:
     return hashlib.sha256(b"\0" + line).digest()
 
 
-def node_hash(left: bytes, right: bytes) -> bytes:
-    """The hash of two nodes, their parent."""
-    return hashlib.sha256(b"\1" + left + right).digest()
-
-
 def num_nodes(num_leaves: int) -> int:
     """Nodes in the file of a tree: each leaf is followed by the nodes that it completes.
 
@@ -371,8 +364,15 @@ class Record:
     def _read_header(self) -> None:
         path = self.run / RECORD_FILE
         header = self._lines.readline(_MAX_LINE)
-        found = build(_Header, parse(header, f"{path}, line 1"), f"{path}, line 1")
-        self.units, self.width, self.start = found.units, found.width, len(header)
+        where = f"{path}, line 1"
+        found = build(dict[str, Any], parse(header, where), where)
+        if found.get("format") != FORMAT:
+            raise BadInput(f"{where}: expected format {FORMAT}, found {short(found.get('format'))}")
+        self.units = build(tuple[str, ...], found.get("units"), where, field="units")
+        self.width = build(int, found.get("width"), where, field="width")
+        if not 0 < self.width <= _MAX_LINE:
+            raise BadInput(f"{where}: width must lie between 1 and {_MAX_LINE}, found {self.width}")
+        self.start = len(header)
         num_written = (os.fstat(self._lines.fileno()).st_size - self.start) // self.width
         num_hashed = os.fstat(self._tree.fileno()).st_size // _NODE_BYTES
         # A crash may have come between the two files, or in the middle of a line.
@@ -418,19 +418,6 @@ def _open(path: Path) -> BinaryIO:
         raise BadInput(f"{path} cannot be read: {error.strerror}") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Header:
-    format: str
-    units: tuple[str, ...]
-    width: int
-
-    def __post_init__(self) -> None:
-        if self.format != FORMAT:
-            raise BadInput(f"expected format {FORMAT}, found {short(self.format)}")
-        if not 0 < self.width <= _MAX_LINE:
-            raise BadInput(f"width must lie between 1 and {_MAX_LINE}, found {self.width}")
-
-
 @contextmanager
 def open_record(
     run: Path, units: Sequence[str], *, after_step: int | None = None
@@ -451,7 +438,7 @@ def open_record(
         longest |= {"key": 2 * digest, "rows": digest, "loss": digest}
         line = StepRecord(**longest, step=10**15, units=(digest,) * len(units)).to_line()
         width = len(line) + 1
-        header = asdict(_Header(format=FORMAT, units=tuple(units), width=width))
+        header = {"format": FORMAT, "units": list(units), "width": width}
         (run / TREE_FILE).write_bytes(b"")
         (run / RECORD_FILE).write_bytes(json.dumps(header).encode() + b"\n")
         peaks: list[bytes] = []
@@ -480,7 +467,7 @@ def open_record(
             lines.flush()
             nodes = [leaf_hash(line)]
             while num_lines >> (len(nodes) - 1) & 1:  # a subtree is whole with it
-                nodes.append(node_hash(peaks.pop(), nodes[-1]))
+                nodes.append(hashlib.sha256(b"\1" + peaks.pop() + nodes[-1]).digest())
             tree.write(b"".join(nodes))
             tree.flush()
             peaks.append(nodes[-1])

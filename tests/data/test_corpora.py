@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unison.data import InMemoryCorpus, TextFile, open_corpus
+from unison.data import InMemoryCorpus, open_corpus
 from unison.data import corpora as files_module
 from unison.errors import BadInput
 
@@ -51,7 +51,7 @@ def test_text_pieces_join_to_the_file(tmp_path_factory, text, piece_bytes):
     write(path, text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files_module, "PIECE_BYTES", piece_bytes)
-        pieces = list(TextFile(path).pieces())
+        pieces = list(files_module.text_pieces(path))
     assert "".join(piece.text for piece in pieces) == text
     assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 

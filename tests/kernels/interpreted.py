@@ -118,10 +118,10 @@ def as_on_cuda() -> Iterator[None]:
     """Let the library use its kernels for tensors on the CPU."""
     from unison.clip import bounds, measured
     from unison.kernels import factored, multi_tensor
-    from unison.kernels.available import is_suited
+    from unison.kernels.available import TAKEN, is_traced
 
     def takes(*tensors: Tensor) -> bool:
-        return all(map(is_suited, tensors))
+        return all(each.dtype in TAKEN and not is_traced(each) for each in tensors)
 
     with contextlib.ExitStack() as stack:
         for module in (bounds, measured, multi_tensor, factored):

@@ -83,10 +83,9 @@ def other_cases():
         "value": "*fp32", "high": "*fp32", "low": "*fp32"}, {"BLOCK": 1024}
     for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         sides = {"left": pointer, "right": pointer}
-        config = products.choose_config(1280, 5120, dtype)
-        tiles = {"BM": config.rows, "BN": config.columns, "BK": config.tokens, "TMA_L": False,
+        tiles = products.choose_tiles(1280, 5120, dtype) | {"TMA_L": False,
                  "TMA_R": False, "EVEN_L": False, "EVEN_R": False, "PRECISION": "ieee"}
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        options = {name: tiles.pop(name) for name in ("num_warps", "num_stages")}
         for store in (True, False):
             yield f"per sample {pointer} {store}", products._per_sample_kernel, options, {
                 **sides, "out": pointer}, {**tiles, "STORE": store}

@@ -191,10 +191,10 @@ def test_every_tile_has_its_place():
     """With more than one group of rows, cut off in both directions."""
     from unison.kernels import products_triton as kernels
 
-    config = kernels.Config(16, 16, 16, 4, 2)
+    tiles = {"BM": 16, "BN": 16, "BK": 16, "num_warps": 4, "num_stages": 2}
     left, right = both((2, 3, 16 * 9 + 5, 17), torch.float32)
     stored = torch.full((2, left.shape[2], right.shape[2]), torch.nan)
-    parts = kernels.per_sample(left, right, stored, "ieee", config)
+    parts = kernels.per_sample(left, right, stored, "ieee", tiles)
     assert parts.shape == (2, 10 * 2)
     assert_close(stored, products(left, right))
 
@@ -206,11 +206,11 @@ def test_tiles_are_a_function_of_shape_and_dtype():
     for dtype in DTYPES:
         for rows in (1, 16, 17, 64, 200, 256, 1280):
             for columns in (1, 33, 128, 255, 256, 5120):
-                config = kernels.choose_config(rows, columns, dtype)
-                assert config == kernels.choose_config(rows, columns, dtype)
+                tiles = kernels.choose_tiles(rows, columns, dtype)
+                assert tiles == kernels.choose_tiles(rows, columns, dtype)
                 # A thread squares 128 numbers of a tile at most: SQUARE_ROUNDINGS.
-                assert config.rows * config.columns <= 128 * 32 * config.num_warps
-                assert min(config.rows, config.columns, config.tokens) >= 16
+                assert tiles["BM"] * tiles["BN"] <= 128 * 32 * tiles["num_warps"]
+                assert min(tiles["BM"], tiles["BN"], tiles["BK"]) >= 16
 
 
 @interpreted

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from unison.errors import BadInput
-from unison.models import GPT2LM, PRESETS, build, named_inits, preset
+from unison.models import PRESETS, LanguageModel, build, named_inits, preset
 from unison.rng.inits import Constant, Normal, TruncatedNormal
 
 
@@ -76,9 +76,9 @@ def test_two_parameters_of_one_shape_differ():
 def test_a_model_built_by_hand_draws_from_torch():
     config = preset("gpt2", num_layers=2, vocab_size=100)
     torch.manual_seed(0)
-    first = GPT2LM(config)
+    first = LanguageModel(config)
     torch.manual_seed(0)
-    second = GPT2LM(config)
+    second = LanguageModel(config)
     for name, parameter in first.named_parameters():
         assert torch.equal(parameter, second.get_parameter(name))
     layer: Any = first.get_submodule("layers.0.ffn.w2")

@@ -148,23 +148,23 @@ BUDGET = {"num_rows": 1000, "batch_size": 100, "epochs": 2.5, "delta": 1e-5}
 def test_a_budget_goes_both_ways():
     scenario = Scenario(world_size=4, rows=7)
     there = budget(**BUDGET, epsilon=0.25, scenario=scenario, num_parameters=1000)
-    assert (there.steps, there.passes) == (25, 4)
-    assert 0.99 * 0.25 <= there.epsilon <= 0.25
+    assert (there["steps"], there["passes"]) == (25, 4)
+    assert 0.99 * 0.25 <= there["epsilon"] <= 0.25
     back = budget(
         **BUDGET,
-        noise_multiplier=there.noise_multiplier,
+        noise_multiplier=there["noise_multiplier"],
         scenario=scenario,
         num_parameters=1000,
     )
-    assert back.epsilon == pytest.approx(there.epsilon)
+    assert back["epsilon"] == pytest.approx(there["epsilon"])
     alone = epsilon_for(
-        noise_multiplier=there.noise_multiplier,
+        noise_multiplier=there["noise_multiplier"],
         delta=1e-5,
         sampling=Poisson(rate=0.1),
         steps=25,
         rounded_elements=1000,
     )
-    assert alone == pytest.approx(there.epsilon)
+    assert alone == pytest.approx(there["epsilon"])
 
 
 @pytest.mark.parametrize(

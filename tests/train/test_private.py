@@ -26,7 +26,6 @@ from unison.privacy.mechanism import CLIP_RULES as KNOWN_CLIP_RULES
 from unison.run_files import read_metrics
 from unison.train import resumed_config, train
 from unison.train.checkpoint import check_resumable
-from unison.train.regime import PrivacyFacts
 from unison.train.report import ProgressView
 
 
@@ -83,9 +82,11 @@ def test_files_hold_what_no_epsilon_covers_only_if_asked(text, tmp_path, is_unsa
         assert word not in everything
 
 
-FACTS = PrivacyFacts(
-    epsilon=1.5, is_exact=False, median_norm=2.25, clipped_fraction=0.5, num_dropped=0
-)
+FACTS = {
+    "privacy/median_norm": 2.25,
+    "privacy/clipped_fraction": 0.5,
+    "privacy/num_dropped": 0,
+}
 LOSS = 4.125
 MARKED = "not covered by ε: loss 4.125, clipped 50%, median norm 2.25"
 
@@ -98,7 +99,7 @@ def test_a_terminal_shows_what_is_not_covered_and_says_so(is_terminal, tells_all
     console = Console(file=output, force_terminal=is_terminal, width=80)
     config = config_of(Path("run"), Path("text"), steps=3, unsafe_diagnostics=tells_all)
     with ProgressView(console, config) as view:
-        view.show_step(1, LOSS, 100.0, FACTS)
+        view.show_step(1, LOSS, 100.0, FACTS, "ε ≤ 1.500")
     shown = output.getvalue()
     assert "ε ≤ 1.500" in shown
     assert (MARKED in shown) == (is_terminal or tells_all)
@@ -111,7 +112,7 @@ def test_the_time_that_compiling_took_is_shown(is_terminal):
     console = Console(file=output, force_terminal=is_terminal, width=80)
     with ProgressView(console, config_of(Path("run"), Path("text"), steps=3)) as view:
         view.note("compiling")
-        view.show_step(1, LOSS, 100.0, FACTS)
+        view.show_step(1, LOSS, 100.0, FACTS, "ε ≤ 1.500")
         view.note("the first step, with compiling, took 42 s")
     assert "the first step, with compiling, took 42 s" in output.getvalue()
 

@@ -158,7 +158,7 @@ def test_the_same_loop_twice_agrees(tmp_path):
     found = compare(loop(tmp_path / "a"), loop(tmp_path / "b"))
     assert found.is_equal
     assert found.largest == 0
-    assert {each.rung for each in found.rungs} == {
+    assert {each["rung"] for each in found.rungs} == {
         *("initial parameters", "settings", "inputs", "activations", "loss", "gradients"),
         *("optimizer state", "updated parameters"),
     }

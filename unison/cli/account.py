@@ -348,15 +348,11 @@ def for_json(value: Any) -> Any:
 
 def _show(screen: Console, result: dict[str, Any]) -> None:
     """Print what was found as tables."""
-    if "runs" in result:
-        rows = _sum_rows(result)
-    else:
-        rows = _run_rows(result) if "ledger" in result else _plan_rows(result)
+    runs = result.get("runs", [result])
     table = plain_table("", "", padding=3)
-    for name, value in rows:
+    for name, value in _rows(result, runs):
         table.add_row(name, value)
     screen.print(table)
-    runs = result.get("runs", [result])
     for run in runs:
         of = f"{run['ledger']}: " if len(runs) > 1 else ""
         for note in run.get("notes", ()):
@@ -372,46 +368,41 @@ def _show(screen: Console, result: dict[str, Any]) -> None:
         screen.print(_curve_table(result["curve"]))
 
 
-def _plan_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
-    def answer(name: str, text: str) -> str:
-        return f"[bold green]{text}[/]" if result["asked"] == name else text
-
-    rows = [
-        ("sampling", _sampling_words(result["sampling"])),
-        ("steps", answer("steps", f"{result['steps']:,}")),
-        ("noise multiplier σ", answer("noise_multiplier", f"{result['noise_multiplier']:.6g}")),
-    ]
+def _rows(result: dict[str, Any], runs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What a plan or a run comes to, or several runs together: titles and values."""
+    asked = result.get("asked")
+    if asked is None:
+        for run in runs:
+            state = "[bold red]edited or cut[/]" if run["problems"] else "[green]chain intact[/]"
+            sessions = f"{run['sessions']} session{'s' * (run['sessions'] != 1)}"
+            lines = f"{escape(run['ledger'])}: {run['lines']:,} lines"
+            yield "ledger", f"{lines}, {sessions}, {state}"
+            if len(runs) > 1:
+                origin = _joined(run["key_origin"])
+                yield "", f"{run['counted']:,} steps counted, key from {origin}"
+            else:
+                yield from _run_rows(run)
+        for group in result.get("linked", ()):
+            yield "on the same data", f"{escape(', '.join(group))}: their commitments say so"
+        if unlinked := escape(", ".join(result.get("unlinked", ()))):
+            yield "not linked", f"{unlinked}: added up because you named them together"
+        yield "adjacency", result["adjacency"]
+    else:
+        marked = {asked: "[bold green]{}[/]"}
+        steps, sigma = f"{result['steps']:,}", f"{result['noise_multiplier']:.6g}"
+        yield "sampling", _sampling_words(result["sampling"])
+        yield "steps", marked.get("steps", "{}").format(steps)
+        yield "noise multiplier σ", marked.get("noise_multiplier", "{}").format(sigma)
+    style = "bold" if asked is None else "bold green" if asked == "epsilon" else "none"
     for name, value in result["epsilon"].items():
         title = f"ε at δ = {result['delta']:g}, {name.upper()}"
-        rows.append((title, answer("epsilon", _epsilon_words(value))))
-    if result["target_epsilon"] is not None:
-        rows.append((f"target, {result['accountant'].upper()}", f"{result['target_epsilon']:g}"))
-    return rows
-
-
-def _ledger_row(run: dict[str, Any]) -> tuple[str, str]:
-    state = "[bold red]edited or cut[/]" if run["problems"] else "[green]chain intact[/]"
-    return (
-        "ledger",
-        f"{escape(run['ledger'])}: {run['lines']:,} lines, "
-        f"{run['sessions']} session{'s' * (run['sessions'] != 1)}, {state}",
-    )
-
-
-def _sum_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """What several runs have spent together."""
-    rows = []
-    for run in result["runs"]:
-        rows += [
-            _ledger_row(run),
-            ("", f"{run['counted']:,} steps counted, key from {_joined(run['key_origin'])}"),
-        ]
-    for group in result["linked"]:
-        rows.append(("on the same data", f"{escape(', '.join(group))}: their commitments say so"))
-    if result["unlinked"]:
-        paths = escape(", ".join(result["unlinked"]))
-        rows.append(("not linked", f"{paths}: added up because you named them together"))
-    return rows + _epsilon_rows(result)
+        yield title, f"[{style}]{_epsilon_words(value)}[/]"
+    if result.get("why_infinite"):
+        yield "why", f"[bold red]{result['why_infinite']}[/]"
+        for name, value in result["epsilon_if_secret"].items():
+            yield f"ε if it were secret, {name.upper()}", _epsilon_words(value)
+    if result.get("target_epsilon") is not None:
+        yield f"target, {result['accountant'].upper()}", f"{result['target_epsilon']:g}"
 
 
 def _joined(values: list[Any]) -> str:
@@ -419,52 +410,33 @@ def _joined(values: list[Any]) -> str:
     return escape(" and ".join(map(str, values))) or "unknown"
 
 
-def _data_words(run: dict[str, Any]) -> str:
-    sizes = [f"{size:,} records" for size in run["num_records"] if size is not None]
-    if not any(run["commitment"]):
-        return ", ".join([*sizes, "no commitment"])
-    known = ", ".join("none" if each is None else each[:16] for each in run["commitment"])
-    covers = _joined([each for each in run["committed_to"] if each is not None])
-    return f"{', '.join(sizes)}, commitment {known} to the {covers}"
-
-
-def _epsilon_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """The adjacency, and ε under it."""
-    rows = [("adjacency", result["adjacency"])]
-    for name, value in result["epsilon"].items():
-        title = f"ε at δ = {result['delta']:g}, {name.upper()}"
-        rows.append((title, f"[bold]{_epsilon_words(value)}[/]"))
-    if result["why_infinite"]:
-        rows.append(("why", f"[bold red]{result['why_infinite']}[/]"))
-        for name, value in result["epsilon_if_secret"].items():
-            rows.append((f"ε if it were secret, {name.upper()}", _epsilon_words(value)))
-    return rows
-
-
-def _run_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
-    has_uncommitted = result["uncommitted"] > 0
-    units = [f"{number} rows of a batch" for number in result["rows_per_sample"] if number != 1]
-    rows = [
-        _ledger_row(result),
-        ("steps committed", f"{result['committed']:,}"),
-        ("intents without commit", f"{result['uncommitted']:,}{', counted' * has_uncommitted}"),
-    ]
-    if result["torn"]:
-        rows.append(("lines cut short", f"{result['torn']:,}, counted"))
-    rows += [("sampling", _sampling_words(sampling)) for sampling in result["sampling"]]
-    rows += [
-        ("drawn by", _joined(result["sampling_source"])),
-        ("key from", _joined(result["key_origin"])),
-        ("data", _data_words(result)),
-        ("unit of privacy", ", ".join([_joined(result["unit"]), *units])),
-        ("device", _joined(result["device"])),
-    ]
+def _run_rows(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the ledger of one run says."""
+    yield "steps committed", f"{run['committed']:,}"
+    uncommitted = run["uncommitted"]
+    yield "intents without commit", f"{uncommitted:,}{', counted' if uncommitted else ''}"
+    if run["torn"]:
+        yield "lines cut short", f"{run['torn']:,}, counted"
+    for sampling in run["sampling"]:
+        yield "sampling", _sampling_words(sampling)
+    yield "drawn by", _joined(run["sampling_source"])
+    yield "key from", _joined(run["key_origin"])
+    data = [f"{size:,} records" for size in run["num_records"] if size is not None]
+    if any(run["commitment"]):
+        known = ", ".join("none" if each is None else each[:16] for each in run["commitment"])
+        covers = _joined([each for each in run["committed_to"] if each is not None])
+        data.append(f"commitment {known} to the {covers}")
+    else:
+        data.append("no commitment")
+    yield "data", ", ".join(data)
+    units = [f"{number} rows of a batch" for number in run["rows_per_sample"] if number != 1]
+    yield "unit of privacy", ", ".join([_joined(run["unit"]), *units])
+    yield "device", _joined(run["device"])
     for title, name in _RANGES.items():
-        is_news = name != "effective_noise_multiplier" or result[name] != result["noise_multiplier"]
-        if result[name] is not None and is_news:
-            low, high = result[name]
-            rows.append((title, f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"))
-    return rows + _epsilon_rows(result)
+        is_news = name != "effective_noise_multiplier" or run[name] != run["noise_multiplier"]
+        if run[name] is not None and is_news:
+            low, high = run[name]
+            yield title, f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
 
 
 def _sampling_words(fields: dict[str, Any]) -> str:

@@ -21,7 +21,6 @@ from unison.plan import (
     GPUS,
     Estimate,
     Gpu,
-    PrivateBudget,
     Scenario,
     Usage,
     assumptions,
@@ -174,7 +173,10 @@ def plan(
 
     def planned(each: Scenario) -> Plan:
         try:
-            usage = all_passes(make, each, card)
+            # Two passes of a step are run, and the others are like them.
+            num_run = min(each.passes, MOST_SIMULATED)
+            memory = int(card.memory_gib * GIB)
+            usage = simulate(make, replace(each, passes=num_run), memory=memory)
         except UnisonError:
             raise
         except Exception as error:
@@ -182,6 +184,9 @@ def plan(
                 raise
             told = first_line(error)
             raise BadInput(f"a step of {model} cannot be planned, it failed with {told}") from error
+        usage.repeats = each.passes - num_run
+        for key in usage.bytes_sent:
+            usage.bytes_sent[key] = usage.bytes_sent[key] * each.passes // num_run
         return each, usage, estimate(usage, each, card, num_parameters)
 
     plans = [fastest(planned, wanted[0], card)] if fit else [planned(each) for each in wanted]
@@ -280,17 +285,6 @@ def code_of(scenario: Scenario) -> str:
             ")",
         ]
     return "\n".join(lines)
-
-
-def all_passes(make: Callable[[], nn.Module], scenario: Scenario, card: Gpu) -> Usage:
-    """What a step of many passes uses: two are run, and the others are like them."""
-    num_run = min(scenario.passes, MOST_SIMULATED)
-    memory = int(card.memory_gib * GIB)
-    usage = simulate(make, replace(scenario, passes=num_run), memory=memory)
-    usage.repeats = scenario.passes - num_run
-    for key in usage.bytes_sent:
-        usage.bytes_sent[key] = usage.bytes_sent[key] * scenario.passes // num_run
-    return usage
 
 
 def swept(text: str) -> list[int]:
@@ -446,7 +440,7 @@ def fits_on(found: Estimate) -> dict[str, bool]:
 
 
 def figures(
-    plan: Plan, card: Gpu, spending: PrivateBudget | None, num_parameters: int
+    plan: Plan, card: Gpu, spending: dict[str, float] | None, num_parameters: int
 ) -> dict[str, Any]:
     """Everything a plan says, as values that JSON can hold."""
     scenario, usage, found = plan
@@ -464,17 +458,19 @@ def figures(
         "gpu": asdict(card),
         "estimate": asdict(found) | {"fits": found.fits},
         "fits_on": fits_on(found),
-        "budget": None if spending is None else private_figures(spending, scenario, found),
+        "budget": private_figures(spending, scenario, found),
         "assumptions": assumptions(scenario, card),
     }
 
 
 def private_figures(
-    spending: PrivateBudget, scenario: Scenario, found: Estimate
-) -> dict[str, float]:
+    spending: dict[str, float] | None, scenario: Scenario, found: Estimate
+) -> dict[str, float] | None:
     """What a private run costs, with the time of all its steps."""
-    hours = spending.steps * found.step_seconds * scenario.world_size / 3600
-    return asdict(spending) | {"gpu_hours": hours}
+    if spending is None:
+        return None
+    hours = spending["steps"] * found.step_seconds * scenario.world_size / 3600
+    return spending | {"gpu_hours": hours}
 
 
 def plain_screen() -> Console:
@@ -497,7 +493,7 @@ def link_of(size: int, card: Gpu) -> str:
 
 
 def show(
-    screen: Console, plan: Plan, card: Gpu, spending: PrivateBudget | None, num_parameters: int
+    screen: Console, plan: Plan, card: Gpu, spending: dict[str, float] | None, num_parameters: int
 ) -> None:
     """Print a plan for a person."""
     scenario, usage, found = plan
@@ -536,16 +532,16 @@ def show(
     if scenario.offload:
         table.add_row("optimizer on the host", f"{found.update_seconds:,.3f} s")
     table.add_row("all together", f"{found.step_seconds:,.3f} s", style="bold")
-    if spending is not None:
-        costs = private_figures(spending, scenario, found)
+    costs = private_figures(spending, scenario, found)
+    if costs is not None:
         table.add_row("", "")
         table.add_row(
-            f"private run: {counted(spending.num_rows, 'row')}, {spending.batch_size:,} a step, "
-            f"{spending.epochs:g} epoch{'' if spending.epochs == 1 else 's'}",
-            counted(spending.steps, "step"),
+            f"private run: {counted(int(costs['num_rows']), 'row')}, {costs['batch_size']:,} a "
+            f"step, {costs['epochs']:g} epoch{'' if costs['epochs'] == 1 else 's'}",
+            counted(int(costs["steps"]), "step"),
         )
-        table.add_row(f"ε at δ = {spending.delta:g}", f"{spending.epsilon:.4f}")
-        table.add_row("noise multiplier σ", f"{spending.noise_multiplier:.4f}")
+        table.add_row(f"ε at δ = {costs['delta']:g}", f"{costs['epsilon']:.4f}")
+        table.add_row("noise multiplier σ", f"{costs['noise_multiplier']:.4f}")
         table.add_row("GPU-hours", f"{costs['gpu_hours']:,.1f}")
     screen.print(table)
     screen.print()

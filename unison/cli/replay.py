@@ -15,7 +15,7 @@ from unison.errors import BadInput
 from unison.replay import TREE_FILE, Parting, Record, compare_steps, first_difference
 from unison.rng import PASSPHRASE
 from unison.schema import cut, read_bytes
-from unison.train import ReplayConfig, ReplayResult, check_replay, run_on_local_ranks
+from unison.train import ReplayConfig, check_replay, run_on_local_ranks
 from unison.train import replay as run_again
 
 FILE = {"metavar": "FILE"}
@@ -82,10 +82,19 @@ def replay(
         if steps or bisect or without or out or trace or seal_key:
             raise BadInput("--against compares two records and trains nothing; leave the rest out")
         parting, figures = _compare(run, against)
-        sentence = _say_records(run, against, parting, figures)
+        looked, count = f"({figures['num_lookups']} look-ups)", figures["num_steps"]
+        sentence = f"{run} and {against} agree in "
+        sentence += f"{f'all {count} steps' if count != 1 else 'their step'} {looked}"
+        if parting is not None:
+            sentence = f"{run} and {against}: {parting.sentence} {looked}"
     else:
         given = {each.name: context.params[each.name] for each in fields(ReplayConfig)}
-        given |= {"steps": _range_of(steps), "without": _ids_of(without)}
+        if steps is not None:
+            ends = steps.split(":")
+            if len(ends) != 2 or not all(map(_is_count, ends)):
+                raise BadInput(f"--steps takes A:B, such as 400:420, found {cut(repr(steps))}")
+            given["steps"] = tuple(map(int, ends))
+        given["without"] = _ids_of(without)
         values: Any = {n: str(v) if isinstance(v, Path) else v for n, v in given.items()}
         config = ReplayConfig(**values)
         check_replay(config, nproc)
@@ -95,9 +104,11 @@ def replay(
             result = run_again(config)
         else:
             result = run_on_local_ranks(run_again, config, num_ranks=nproc)
-        parting, figures = result.parting, asdict(result) | {"is_equal": result.is_equal}
+        parting = result["parting"]
+        told = None if parting is None else asdict(parting)
+        figures = result | {"parting": told, "is_equal": parting is None}
         sentence = _say_replay(result)
-        if result.out is not None:
+        if out is not None:
             parting = None  # it is meant to differ
     if os.environ.get("RANK", "0") == "0":
         typer.echo(json.dumps(figures) if as_json else sentence)
@@ -105,28 +116,28 @@ def replay(
         raise typer.Exit(1)
 
 
-def _say_replay(result: ReplayResult) -> str:
-    begin, count, equal = result.steps[0] + 1, result.num_compared, result.num_equal
-    ranks = "1 rank" if result.world_size == 1 else f"{result.world_size} ranks"
-    lines = [f"note: {each}" for each in result.notes]
+def _say_replay(result: dict[str, Any]) -> str:
+    begin, count, equal = result["steps"][0] + 1, result["num_compared"], result["num_equal"]
+    ranks = "1 rank" if result["world_size"] == 1 else f"{result['world_size']} ranks"
+    lines = [f"note: {each}" for each in result["notes"]]
     if count == 1:
         said = f"step {begin} {'is equal to the bit' if equal else 'differs'}"
     else:
         said = f"{equal} of {count} steps ({begin} to {begin + count - 1}) "
         said += f"{'is' if equal == 1 else 'are'} equal to the bit"
-    lines.append(f"{said}, replayed on {ranks} from step {result.begins}")
-    if result.parting is not None:
-        lines.append(result.parting.sentence)
-        if result.conditions:
-            lines.append(f"it ran under other conditions: {', '.join(result.conditions)}")
-    mark = "ε = ∞: " if result.epsilon else ""
-    if result.trace is not None:
+    lines.append(f"{said}, replayed on {ranks} from step {result['begins']}")
+    if result["parting"] is not None:
+        lines.append(result["parting"].sentence)
+        if result["conditions"]:
+            lines.append(f"it ran under other conditions: {', '.join(result['conditions'])}")
+    mark = "ε = ∞: " if result["epsilon"] else ""
+    if result["trace"] is not None:
         held = "; it holds norms and sums without noise" if mark else ""
-        lines.append(f"{mark}the trace of the stretch is in {result.trace}{held}")
-    if result.out is not None:
-        listed = ", ".join(map(str, result.without))
+        lines.append(f"{mark}the trace of the stretch is in {result['trace']}{held}")
+    if result["out"] is not None:
+        listed = ", ".join(map(str, result["without"]))
         lines.append(
-            f"{mark}the model without rows {listed} is in {result.out}; compared with the run's "
+            f"{mark}the model without rows {listed} is in {result['out']}; compared with the run's "
             "own it gives them away"
         )
     return "\n".join(lines)
@@ -151,23 +162,6 @@ def _compare(run: Path, other: Path) -> tuple[Parting | None, dict[str, Any]]:
             "num_lookups": a.num_lookups + b.num_lookups,
             "parting": None if parting is None else asdict(parting),
         }
-
-
-def _say_records(run: Path, other: Path, parting: Parting | None, figures: dict[str, Any]) -> str:
-    looked = f"({figures['num_lookups']} look-ups)"
-    if parting is None:
-        steps = f"all {figures['num_steps']} steps" if figures["num_steps"] != 1 else "their step"
-        return f"{run} and {other} agree in {steps} {looked}"
-    return f"{run} and {other}: {parting.sentence} {looked}"
-
-
-def _range_of(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    first, _, stop = text.partition(":")
-    if not (_is_count(first) and _is_count(stop)):
-        raise BadInput(f"--steps takes A:B, such as 400:420, found {cut(repr(text))}")
-    return int(first), int(stop)
 
 
 def _ids_of(text: str | None) -> tuple[int, ...]:

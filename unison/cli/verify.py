@@ -3,7 +3,7 @@
 import json
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -110,30 +110,28 @@ def _try(
     about |= {"threads": 1}  # of each rank, whatever this process has
     for name in ("granule", "compiled"):  # each training has its own
         del about[name]
+    rows = []
+    for each in verdicts:
+        largest = _apart(each.largest)
+        if each.tolerance:
+            largest += f" (≤ {each.tolerance:.0e})"
+        ranks, said = ", ".join(map(str, each.num_ranks)), "holds" if each.holds else "fails"
+        rows.append((each.claim, each.quantity, ranks, str(each.num_runs), largest, said))
     found = [asdict(each) | {"holds": each.holds} for each in verdicts]
     _tell(
-        title,
-        summary,
-        [_row(each) for each in verdicts],
-        columns=("claim", "compared", "ranks", "trainings", "largest difference", "verdict"),
+        {"holds": not failed, "claims": found, "conditions": about},
+        f"{seconds:.0f} s",
+        as_json,
+        html,
+        on_page_only="compared",
+        title=title,
+        summary=summary,
         is_good=not failed,
+        columns=("claim", "compared", "ranks", "trainings", "largest difference", "verdict"),
+        rows=rows,
         faults=[fault for each in verdicts for fault in each.faults],
         about=about,
-        figures={"holds": not failed, "claims": found, "conditions": about},
-        on_page_only="compared",
-        note=f"{seconds:.0f} s",
-        as_json=as_json,
-        html=html,
     )
-
-
-def _row(verdict: checks.Verdict) -> tuple[str, ...]:
-    largest = _apart(verdict.largest)
-    if verdict.tolerance:
-        largest += f" (≤ {verdict.tolerance:.0e})"
-    ranks = ", ".join(map(str, verdict.num_ranks))
-    said = "holds" if verdict.holds else "fails"
-    return verdict.claim, verdict.quantity, ranks, str(verdict.num_runs), largest, said
 
 
 def _apart(distance: float) -> str:
@@ -141,57 +139,49 @@ def _apart(distance: float) -> str:
 
 
 def _tell(
-    title: str,
-    summary: str,
-    rows: Sequence[Sequence[str]],
-    *,
-    columns: Sequence[str],
-    is_good: bool,
-    faults: Sequence[str] = (),
-    about: Mapping[str, Any],
     figures: Mapping[str, Any],
-    on_page_only: str = "",
     note: str,
     as_json: bool,
     html: Path | None,
+    on_page_only: str = "",
+    **told: Any,
 ) -> None:
     """Print a table or JSON, write the page, and end with 1 if something is wrong.
 
     Args:
-        title: Of the page; see `page` for it and for what follows.
-        figures: The same for JSON.
-        on_page_only: A column that is too wide for terminals.
+        figures: What to say as JSON.
         note: What else to say on a terminal.
+        as_json: Whether to print JSON.
+        html: The page.
+        on_page_only: A column that is too wide for terminals.
+        told: What is on the page; see `page`.
     """
     if html is not None:
-        text = checks.page(
-            title, summary, is_good=is_good, columns=columns, rows=rows, faults=faults, about=about
-        )
         try:
-            html.write_text(text)
+            html.write_text(checks.page(**told))
         except OSError as error:
             raise BadInput(f"{html} cannot be written: {error.strerror}") from None
     if as_json:
         typer.echo(json.dumps(for_json(figures), allow_nan=False))
     else:
-        screen = Console()
+        screen, columns = Console(), told["columns"]
         shown = [place for place, name in enumerate(columns) if name != on_page_only]
         titles = [columns[place].removesuffix(" difference") for place in shown]
         table = plain_table(*titles, numbers=("step", "compared", "differing", "largest"))
-        for row in rows:
+        for row in told["rows"]:
             *cells, verdict = (escape(row[place]) for place in shown)
             style = "green" if verdict in ("holds", "equal") else "bold red"
             table.add_row(*cells, f"[{style}]{verdict}[/]")
         screen.print(table)
-        for fault in faults:
+        for fault in told["faults"]:
             screen.print()
             screen.print(fault, style="red", highlight=False, markup=False)
         screen.print()
-        style = "bold green" if is_good else "bold red"
-        screen.print(summary, style=style, highlight=False, markup=False)
+        style = "bold green" if told["is_good"] else "bold red"
+        screen.print(told["summary"], style=style, highlight=False, markup=False)
         if note:
             screen.print(note, style="dim", highlight=False, markup=False)
-    if not is_good:
+    if not told["is_good"]:
         raise typer.Exit(1)
 
 
@@ -226,31 +216,31 @@ def diff(
     found = checks.compare(first, second, tolerance=tolerance)
     left_out = ", ".join(found.left_out)
     told = {"is_equal": found.is_equal, "largest": found.largest, "verdict": found.verdict}
+    rows = [
+        (
+            each["rung"],
+            *(str(each[name]) for name in ("step", "num_compared", "num_differing")),
+            _apart(each["largest"]),
+            "differs" if each["num_differing"] else "equal",
+        )
+        for each in found.rungs
+    ]
     _tell(
-        f"{first} and {second}",
-        found.verdict,
-        [
-            (
-                each.rung,
-                str(each.step),
-                str(each.num_compared),
-                str(each.num_differing),
-                _apart(each.largest),
-                "differs" if each.num_differing else "equal",
-            )
-            for each in found.rungs
-        ],
-        columns=("rung", "step", "compared", "differing", "largest difference", "verdict"),
+        asdict(found) | told,
+        left_out and f"only in one of them: {left_out}",
+        as_json,
+        html,
+        title=f"{first} and {second}",
+        summary=found.verdict,
         is_good=found.is_equal,
+        columns=("rung", "step", "compared", "differing", "largest difference", "verdict"),
+        rows=rows,
+        faults=(),
         about={
             "ranks": f"{found.num_ranks[0]} and {found.num_ranks[1]}",
             "different conditions": "; ".join(found.conditions) or "none",
             "only in one of them": left_out or "nothing",
         },
-        figures=asdict(found) | told,
-        note=left_out and f"only in one of them: {left_out}",
-        as_json=as_json,
-        html=html,
     )
 
 
@@ -396,15 +386,15 @@ def _comparison_table(found: checks.RunComparison) -> Table:
     table.add_row("sharding", *found.shardings, "")
     for each in found.series:
         table.add_row(
-            f"{each.name} ({each.num_values})",
-            f"{each.first:.9g}",
-            f"{each.second:.9g}",
-            "0" if each.parts_at is None else f"{each.largest:.1e}",
+            f"{each['name']} ({each['num_values']})",
+            f"{each['first']:.9g}",
+            f"{each['second']:.9g}",
+            "0" if each["parts_at"] is None else f"{each['largest']:.1e}",
         )
     parameters = found.parameters
     table.add_row(
-        f"{parameters.num_elements:,} parameters",
-        *(digest[:12] for digest in parameters.digests),
-        "0" if parameters.is_none else f"{parameters.largest:.1e}",
+        f"{parameters['num_elements']:,} parameters",
+        *(digest[:12] for digest in parameters["digests"]),
+        "0" if found.has_same_parameters else f"{parameters['largest']:.1e}",
     )
     return table

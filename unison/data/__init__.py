@@ -3,14 +3,10 @@
 from unison.data.corpora import (
     CORPUS_NAMES,
     Corpus,
-    Folder,
     InMemoryCorpus,
-    JsonLinesFile,
     Piece,
     Records,
     Secret,
-    StandardLibrary,
-    TextFile,
     open_corpus,
 )
 from unison.data.rows import (

@@ -16,9 +16,10 @@ import re
 import sys
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -101,43 +102,49 @@ class InMemoryCorpus(Corpus):
         return len(self.documents)
 
 
-class TextFile(Corpus):
-    """A UTF-8 text file.
+class FileCorpus(Corpus):
+    """Text on disk, read by one of the functions below.
+
+    Args:
+        name: What to call it in messages and run folders.
+        read: Returns its pieces, from the beginning.
+    """
+
+    def __init__(self, name: str, read: Callable[[], Iterator[Piece]]):
+        self.name, self._read = name, read
+
+    def pieces(self) -> Iterator[Piece]:
+        """Read the files once, holding one piece at a time."""
+        return self._read()
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def text_pieces(path: Path) -> Iterator[Piece]:
+    """Read a UTF-8 text file once, holding one piece at a time.
 
     A line that holds only `<|endoftext|>` ends a document; without such lines the whole file is one
     document. Text is kept as it is, line ends included; a byte-order mark is dropped. Long
     documents come in pieces of about 64 KiB that end with a line where they can.
-
-    Args:
-        path: The file.
-        errors: `"strict"` refuses invalid UTF-8, `"replace"` reads it as U+FFFD.
     """
-
-    def __init__(self, path: str | Path, *, errors: str = "strict"):
-        self.path, self.name, self.errors = Path(path), str(path), errors
-
-    def pieces(self) -> Iterator[Piece]:
-        """Read the file once, holding one piece at a time."""
-        is_open = True  # the first document, and one that has text, ends with the file
-        at_line_start = True
-        with _open(self.path) as file:
-            offset = file.tell()
-            for part in _line_parts(file):
-                start = 0
-                for match in _SEPARATOR_LINE.finditer(part, 0 if at_line_start else 1):
-                    text = _decode(
-                        part[start : match.start()], offset + start, self.path, self.errors
-                    )
-                    yield Piece(text, True, self.name)
-                    start, is_open = match.end(), False
-                if start < len(part):
-                    text = _decode(part[start:], offset + start, self.path, self.errors)
-                    yield Piece(text, False, self.name)
-                    is_open = True
-                offset += len(part)
-                at_line_start = part.endswith(b"\n")
-        if is_open:
-            yield Piece("", True, self.name)
+    is_open = True  # the first document, and one that has text, ends with the file
+    at_line_start = True
+    with _open(path) as file:
+        offset = file.tell()
+        for part in _line_parts(file):
+            start = 0
+            for match in _SEPARATOR_LINE.finditer(part, 0 if at_line_start else 1):
+                text = _decode(part[start : match.start()], offset + start, path)
+                yield Piece(text, True, str(path))
+                start, is_open = match.end(), False
+            if start < len(part):
+                yield Piece(_decode(part[start:], offset + start, path), False, str(path))
+                is_open = True
+            offset += len(part)
+            at_line_start = part.endswith(b"\n")
+    if is_open:
+        yield Piece("", True, str(path))
 
 
 def _line_parts(file: BinaryIO) -> Iterator[bytes]:
@@ -158,126 +165,90 @@ def _line_parts(file: BinaryIO) -> Iterator[bytes]:
         yield carry
 
 
-class JsonLinesFile(Corpus):
-    """A file with one JSON object per line, whose text is one of its fields.
+def json_pieces(path: Path, text_field: str) -> Iterator[Piece]:
+    """Read a file of one JSON object per line: each is a document, and one of its fields the text.
 
     Blank lines are skipped.
-
-    Args:
-        path: The file.
-        text_field: The field that holds the text.
     """
-
-    def __init__(self, path: str | Path, *, text_field: str = "text"):
-        self.path, self.name, self.text_field = Path(path), str(path), text_field
-
-    def pieces(self) -> Iterator[Piece]:
-        """Read the file line by line; every line is one document and one piece."""
-        number = 0
-        with _open(self.path) as file:
-            offset = file.tell()
-            while line := file.readline(MAX_JSON_LINE):
-                number += 1
-                where = f"{self.path}:{number}"
-                if len(line) == MAX_JSON_LINE:
-                    raise BadInput(
-                        f"{where}: expected a line of less than {MAX_JSON_LINE >> 20} MiB, found a "
-                        "longer one; put one JSON object on each line"
-                    )
-                text = _decode(line, offset, where)
-                offset += len(line)
-                if text.strip():
-                    yield Piece(self._field(text, where), ends_document=True, source=where)
-
-    def _field(self, line: str, where: str) -> str:
-        try:
-            value = json.loads(line.strip())
-        except (ValueError, RecursionError) as error:
-            is_syntax = isinstance(error, json.JSONDecodeError)
-            detail = f"{error.msg} at column {error.colno}" if is_syntax else error
-            raise BadInput(
-                f"{where}: expected one JSON object per line, found something else ({detail}); "
-                "mend the line, or name the file .txt if it is plain text"
-            ) from error
-        if not isinstance(value, dict):
-            raise BadInput(
-                f"{where}: expected a JSON object with the field {self.text_field!r}, found a "
-                f"{type(value).__name__}; write each line as {{{self.text_field!r}: ...}}"
-            )
-        if self.text_field not in value:
-            found = ", ".join(repr(key) for key in list(value)[:8]) or "no fields"
-            raise BadInput(
-                f"{where}: expected the field {self.text_field!r}, found {found}; name the field "
-                "that holds the text with text_field (--text-field)"
-            )
-        text = value[self.text_field]
-        if not isinstance(text, str):
-            raise BadInput(
-                f"{where}: expected the field {self.text_field!r} to be a string, found "
-                f"{type(text).__name__}; name another field with text_field (--text-field), or "
-                "mend the line"
-            )
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise BadInput(
-                f"{where}: expected text that UTF-8 can hold, found half a surrogate pair "
-                f"{text[error.start]!a} at character {error.start} of {self.text_field!r}; remove "
-                "it"
-            ) from error
-        return text
+    number = 0
+    with _open(path) as file:
+        offset = file.tell()
+        while line := file.readline(MAX_JSON_LINE):
+            number += 1
+            where = f"{path}:{number}"
+            if len(line) == MAX_JSON_LINE:
+                raise BadInput(
+                    f"{where}: expected a line of less than {MAX_JSON_LINE >> 20} MiB, found a "
+                    "longer one; put one JSON object on each line"
+                )
+            text = _decode(line, offset, where)
+            offset += len(line)
+            if text.strip():
+                yield Piece(_field(text, text_field, where), ends_document=True, source=where)
 
 
-class Folder(Corpus):
-    """All text files below a folder, in sorted order; hidden files and folders are skipped.
+def _field(line: str, name: str, where: str) -> str:
+    try:
+        value = json.loads(line.strip())
+    except (ValueError, RecursionError) as error:
+        is_syntax = isinstance(error, json.JSONDecodeError)
+        detail = f"{error.msg} at column {error.colno}" if is_syntax else error
+        raise BadInput(
+            f"{where}: expected one JSON object per line, found something else ({detail}); "
+            "mend the line, or name the file .txt if it is plain text"
+        ) from error
+    if not isinstance(value, dict):
+        raise BadInput(
+            f"{where}: expected a JSON object with the field {name!r}, found a "
+            f"{type(value).__name__}; write each line as {{{name!r}: ...}}"
+        )
+    if name not in value:
+        found = ", ".join(repr(key) for key in list(value)[:8]) or "no fields"
+        raise BadInput(
+            f"{where}: expected the field {name!r}, found {found}; name the field "
+            "that holds the text with text_field (--text-field)"
+        )
+    text = value[name]
+    if not isinstance(text, str):
+        raise BadInput(
+            f"{where}: expected the field {name!r} to be a string, found "
+            f"{type(text).__name__}; name another field with text_field (--text-field), or "
+            "mend the line"
+        )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadInput(
+            f"{where}: expected text that UTF-8 can hold, found half a surrogate pair "
+            f"{text[error.start]!a} at character {error.start} of {name!r}; remove "
+            "it"
+        ) from error
+    return text
 
-    Args:
-        path: The folder.
-        text_field: The field that holds the text in its JSON-lines files.
+
+def folder_pieces(folder: Path, text_field: str) -> Iterator[Piece]:
+    """Read all text files below a folder; hidden ones are skipped, an empty one is a document."""
+    for path in walk(folder, TEXT_SUFFIXES):
+        yield from file_pieces(path, text_field)
+
+
+def file_pieces(path: Path, text_field: str) -> Iterator[Piece]:
+    """Read a file by its suffix: JSON lines, or else text."""
+    is_json = path.suffix.lower() in JSON_LINES
+    return json_pieces(path, text_field) if is_json else text_pieces(path)
+
+
+def stdlib_pieces(folder: Path) -> Iterator[Piece]:
+    """Read the Python source files of a standard library, each a document: about 12 MB of text.
+
+    Tests, demos, installed packages and files that a build generates are skipped.
     """
-
-    def __init__(self, path: str | Path, *, text_field: str = "text"):
-        self.path, self.name, self.text_field = Path(path), str(path), text_field
-
-    def pieces(self) -> Iterator[Piece]:
-        """Read file after file; an empty file is an empty document."""
-        for path in walk(self.path, TEXT_SUFFIXES):
-            yield from open_file(path, text_field=self.text_field).pieces()
-
-
-class StandardLibrary(Corpus):
-    """The Python source files of the running installation's standard library: about 12 MB of text.
-
-    One file is one document. Tests, demos, installed packages and files that a build generates are
-    skipped. The text depends on the Python version, which is part of the corpus' name.
-    """
-
-    def __init__(self) -> None:
-        self.path = Path(sysconfig.get_path("stdlib"))
-        self.name = f"stdlib-{sys.version_info.major}.{sys.version_info.minor}"
-        if not (self.path / "os.py").is_file():
-            raise BadInput(
-                "the corpus 'stdlib' needs the standard library's .py files, but this Python "
-                f"installation has none at {self.path}; use 'records' or the path of your own text"
-            )
-
-    def pieces(self) -> Iterator[Piece]:
-        """Read the files in sorted order."""
-        for path in walk(self.path, (".py",), skipped=_STDLIB_SKIPPED):
-            source = path.relative_to(self.path).as_posix()
-            if not source.startswith(("_sysconfigdata", "config-")):  # made by the build
-                with _open(path) as file:
-                    text = file.read().decode("utf-8", errors="replace")
-                yield Piece(text, ends_document=True, source=source)
-
-
-def open_file(path: Path, *, text_field: str = "text") -> Corpus:
-    """Open a file by its suffix: JSON lines, or else text."""
-    if path.suffix.lower() in COMPRESSED:
-        raise BadInput(f"expected a text file, found the archive {path}; unpack it first")
-    if path.suffix.lower() in JSON_LINES:
-        return JsonLinesFile(path, text_field=text_field)
-    return TextFile(path)
+    for path in walk(folder, (".py",), skipped=_STDLIB_SKIPPED):
+        source = path.relative_to(folder).as_posix()
+        if not source.startswith(("_sysconfigdata", "config-")):  # made by the build
+            with _open(path) as file:
+                text = file.read().decode("utf-8", errors="replace")
+            yield Piece(text, ends_document=True, source=source)
 
 
 def walk(
@@ -312,10 +283,10 @@ def _open(path: Path) -> BinaryIO:
     return file
 
 
-def _decode(data: bytes, offset: int, where: Path | str, errors: str = "strict") -> str:
+def _decode(data: bytes, offset: int, where: Path | str) -> str:
     """Return the text of bytes that begin at an offset of a file."""
     try:
-        return data.decode("utf-8", errors)
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadInput(
             f"{where}: expected UTF-8 text, found an invalid byte at offset {offset + error.start} "
@@ -562,15 +533,7 @@ def _draw_secrets(
 # ---- by name or by path --------------------------------------------------------------------------
 
 
-def open_corpus(
-    spec: str,
-    *,
-    text_field: str = "text",
-    seed: int = 0,
-    num_records: int | None = None,
-    num_secrets: int = 0,
-    secret_repeats: int = 1,
-) -> Corpus:
+def open_corpus(spec: str, *, text_field: str = "text", seed: int = 0, **records: int) -> Corpus:
     """Open a corpus by name or by path; a name wins over a path (write `./stdlib` for a folder).
 
     Args:
@@ -578,9 +541,8 @@ def open_corpus(
             of a text file, a `.jsonl` or `.ndjson` file, or a folder of such files.
         text_field: The field that holds the text in JSON-lines files.
         seed: The seed of `"records"`.
-        num_records: How many records; 20,000 unless given. For `"records"` only.
-        num_secrets: How many secrets to plant for an audit. For `"records"` only.
-        secret_repeats: In how many records each secret is planted. For `"records"` only.
+        records: For `"records"` only: `num_records`, 20,000 unless given; `num_secrets` to plant
+            for an audit, and `secret_repeats`, in how many records each; see `Records`.
 
     Returns:
         The corpus.
@@ -595,23 +557,22 @@ def open_corpus(
 existing text file or folder, found 'stlib', which is neither; did you mean 'stdlib'?
     """
     if spec == "records":
-        return Records(
-            num_records=DEFAULT_NUM_RECORDS if num_records is None else num_records,
-            num_secrets=num_secrets,
-            secret_repeats=secret_repeats,
-            seed=seed,
-        )
-    if num_records is not None or num_secrets or secret_repeats != 1:
+        return Records(seed=seed, **records)
+    if records:
         raise BadInput(
             "num_records, num_secrets and secret_repeats belong to the corpus 'records', found "
             f"them with {spec!r}; leave them out, or use 'records'"
         )
     if spec == "stdlib":
-        return StandardLibrary()
-    return _open_path(spec, text_field)
-
-
-def _open_path(spec: str, text_field: str) -> Corpus:
+        folder = Path(sysconfig.get_path("stdlib"))
+        if not (folder / "os.py").is_file():
+            raise BadInput(
+                "the corpus 'stdlib' needs the standard library's .py files, but this Python "
+                f"installation has none at {folder}; use 'records' or the path of your own text"
+            )
+        # The text depends on the Python version, which is part of the corpus' name.
+        name = f"stdlib-{sys.version_info.major}.{sys.version_info.minor}"
+        return FileCorpus(name, partial(stdlib_pieces, folder))
     path = Path(spec)
     if spec and path.is_dir():
         if next(walk(path, TEXT_SUFFIXES), None) is None:
@@ -619,7 +580,7 @@ def _open_path(spec: str, text_field: str) -> Corpus:
                 f"expected text files below the folder {path}, found none that ends in "
                 f"{', '.join(TEXT_SUFFIXES)}; give a single file, or rename them"
             )
-        return Folder(path, text_field=text_field)
+        return FileCorpus(str(path), partial(folder_pieces, path, text_field))
     if not spec or not path.exists():
         names = ", ".join(repr(name) for name in CORPUS_NAMES)
         near = get_close_matches(spec, CORPUS_NAMES, n=1)
@@ -635,4 +596,6 @@ def _open_path(spec: str, text_field: str) -> Corpus:
         )
     if path.stat().st_size == 0:
         raise BadInput(f"expected text in {path}, found an empty file; give a file that holds text")
-    return open_file(path, text_field=text_field)
+    if path.suffix.lower() in COMPRESSED:
+        raise BadInput(f"expected a text file, found the archive {path}; unpack it first")
+    return FileCorpus(str(path), partial(file_pieces, path, text_field))

@@ -116,7 +116,14 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         check.one_of(SPLITS, split=split)
         directory = Path(directory).absolute()
         dataset = cls(directory, split, _read_sidecar(directory))
-        dataset._check_files()
+        for path, num_bytes in dataset._expected_sizes().items():
+            found = path.stat().st_size if path.is_file() else None
+            if found != num_bytes:
+                what = "no such file" if found is None else f"{found} bytes"
+                raise BadInput(
+                    f"expected {path} to hold {num_bytes} bytes, found {what}; write the rows "
+                    "again with build_rows"
+                )
         return dataset
 
     def __len__(self) -> int:
@@ -229,15 +236,12 @@ class RowDataset(Dataset[dict[str, Tensor]]):
                 )
             dtype = np.dtype(self._description["dtype"])
             tokens = np.asarray(np.memmap(self.directory / f"{self.split}.bin", dtype, mode="r"))
-            stride = self.row_length if self.layout == "packed" else self.row_length + 1
-            rows = np.lib.stride_tricks.as_strided(
-                tokens,
-                shape=(self.num_rows, self.row_length + 1),
-                strides=(stride * dtype.itemsize, dtype.itemsize),
-                writeable=False,
-            )
-            lengths = None
-            if self.layout == "documents":
+            length, lengths = self.row_length + 1, None
+            if self.layout == "packed":
+                windows = np.lib.stride_tricks.sliding_window_view(tokens, length)
+                rows = windows[:: self.row_length]
+            else:
+                rows = tokens.reshape(-1, length)
                 path = self.directory / f"{self.split}.lengths.bin"
                 lengths = np.asarray(np.memmap(path, LENGTH_DTYPE, mode="r"))
             self._maps = rows, lengths
@@ -252,16 +256,6 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         lengths = self.directory / f"{self.split}.lengths.bin"
         num_tokens = self.num_rows * (self.row_length + 1)
         return {tokens: num_tokens * itemsize, lengths: self.num_rows * LENGTH_DTYPE.itemsize}
-
-    def _check_files(self) -> None:
-        for path, num_bytes in self._expected_sizes().items():
-            found = path.stat().st_size if path.is_file() else None
-            if found != num_bytes:
-                what = "no such file" if found is None else f"{found} bytes"
-                raise BadInput(
-                    f"expected {path} to hold {num_bytes} bytes, found {what}; write the rows "
-                    "again with build_rows"
-                )
 
 
 def _read_sidecar(directory: Path) -> dict[str, Any]:
@@ -402,23 +396,18 @@ def build_rows(
 
 def _tokenised(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[tuple[int, Piece, np.ndarray]]:
     """Tokenise the corpus batch by batch, and number its documents."""
-    index, pieces = 0, iter(corpus.pieces())
-    while batch := _next_batch(pieces):
-        encoded = tokenizer.encode_batch([piece.text for piece in batch])
-        for piece, tokens in zip(batch, encoded, strict=True):
-            yield index, piece, tokens
-            index += piece.ends_document
-
-
-def _next_batch(pieces: Iterator[Piece]) -> list[Piece]:
-    batch: list[Piece] = []
-    num_characters = 0
-    for piece in itertools.islice(pieces, _BATCH_PIECES):
-        batch.append(piece)
-        num_characters += len(piece.text)
-        if num_characters >= _BATCH_CHARACTERS:
-            break
-    return batch
+    index, batch, num_characters = 0, list[Piece](), 0
+    for piece in itertools.chain(corpus.pieces(), [None]):
+        if piece is not None:
+            batch.append(piece)
+            num_characters += len(piece.text)
+            if num_characters < _BATCH_CHARACTERS and len(batch) < _BATCH_PIECES:
+                continue
+        encoded = tokenizer.encode_batch([each.text for each in batch])
+        for each, tokens in zip(batch, encoded, strict=True):
+            yield index, each, tokens
+            index += each.ends_document
+        batch, num_characters = [], 0
 
 
 class RowWriter:

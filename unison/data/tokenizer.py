@@ -1,15 +1,15 @@
 """Tokenizers: text to token ids and back.
 
-Two of them share one interface, the `Tokenizer` protocol. `ByteTokenizer` needs no file;
-`FileTokenizer` reads a Hugging Face `tokenizer.json`. Neither reads special tokens out of user
-text: a document that contains the characters `<|endoftext|>` cannot end itself.
+`ByteTokenizer` needs no file; `FileTokenizer` reads a Hugging Face `tokenizer.json`. Neither reads
+special tokens out of user text: a document that contains the characters `<|endoftext|>` cannot end
+itself.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -34,36 +34,6 @@ PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|finetune_right_pad_
 """Names a padding token usually has."""
 
 
-class Tokenizer(Protocol):
-    """What unison asks of a tokenizer.
-
-    Attributes:
-        name: A short name for messages and run folders.
-        vocab_size: One more than the largest id.
-        end_id: The id that ends a document.
-        pad_id: The id that fills the rest of a row; never a target.
-        fingerprint: A hash of the vocabulary, so that a run can record what its ids mean.
-    """
-
-    name: str
-    vocab_size: int
-    end_id: int
-    pad_id: int
-    fingerprint: str
-
-    def encode(self, text: str) -> np.ndarray:
-        """Turn text into ids, without an end token: int64 [tokens]."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode several texts, each on its own."""
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """Turn ids into text, leaving special tokens out."""
-        ...
-
-
 def vocabulary_fingerprint(vocabulary: dict[str, int]) -> str:
     """Hash a vocabulary; the order of the dictionary does not matter.
 
@@ -84,7 +54,7 @@ def _id_array(ids: Iterable[int] | Tensor, vocab_size: int) -> np.ndarray:
     return array
 
 
-class ByteTokenizer(Tokenizer):
+class ByteTokenizer:
     """One token per UTF-8 byte, and two more: `<|end|>` (256) and `<|pad|>` (257).
 
     It needs no file, knows every text and loses nothing.
@@ -124,6 +94,10 @@ class ByteTokenizer(Tokenizer):
                 f"{error.object[error.start]!a} at character {error.start}; remove it from the text"
             ) from error
         return np.frombuffer(data, dtype=np.uint8).astype(np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode several texts, each on its own."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
         """Turn ids into text; special tokens are left out, broken UTF-8 becomes U+FFFD.
@@ -247,6 +221,18 @@ def _parse_tokenizer(path: Path, content: str) -> Any:
     backend.no_padding()
     backend.encode_special_tokens = True
     return backend
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
+"""What unison asks of either:
+
+    name: A short name for messages and run folders.
+    vocab_size: One more than the largest id.
+    end_id: The id that ends a document.
+    pad_id: The id that fills the rest of a row; never a target.
+    fingerprint: A hash of the vocabulary, so that a run can record what its ids mean.
+    encode, encode_batch, decode: Text to ids, without an end token, and back without special ones.
+"""
 
 
 def open_tokenizer(spec: str) -> Tokenizer:

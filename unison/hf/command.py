@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -92,14 +92,6 @@ class FinetuneConfig:
         check.not_negative(lora=self.lora, seed=self.seed, checkpoint_every=self.checkpoint_every)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinetuneSettings:
-    """What the folder of a run says that it was asked for."""
-
-    config: FinetuneConfig
-    privacy: Privacy
-
-
 def resume(run: Path) -> dict[str, Any]:
     """Go on with a run of `finetune` that stopped, from its newest checkpoint.
 
@@ -115,8 +107,10 @@ def resume(run: Path) -> dict[str, Any]:
     if not path.exists():
         raise BadInput(f"{run} is no run of `unison finetune`: it has no {SETTINGS_FILE}")
     paths = {Path: lambda value: Path(build(str, value, path))}
-    saved = build(FinetuneSettings, read_json(path), path, made=paths)
-    config, privacy = replace(saved.config, out=run), saved.privacy
+    saved = build(dict[str, Any], read_json(path), path)
+    asked = build(FinetuneConfig, saved.get("config"), path, field="config", made=paths)
+    privacy = build(Privacy, saved.get("privacy"), path, field="privacy")
+    config = replace(asked, out=run)
     if (run / RESULT_FILE).is_file():
         raise BadInput(f"{run} has ended; its model is in {run / MODEL_FOLDER}")
     if get_last_checkpoint(str(run)) is None:
@@ -406,9 +400,15 @@ def as_transformers(model: LanguageModel) -> Any:
     twin: Any = _llama(config) if is_llama else _gpt2(config)
     twin.to(next(model.parameters()).dtype)
     names = _LLAMA_NAMES if is_llama else _GPT2_NAMES
-    for name, parameter in model.named_parameters():
+    for name, value in model.named_parameters():
         path = ".".join(names.get(part, part) for part in name.split("."))
-        value = _as_llama(name, parameter, config) if is_llama else _as_gpt2(name, parameter)
+        if is_llama and ("q_proj" in name or "k_proj" in name):
+            # Llama rotates feature i with i + d/2, we rotate 2i with 2i + 1.
+            half = config.d_model // config.num_heads // 2
+            pairs = value.view(config.num_heads, half, 2, -1)
+            value = pairs.transpose(1, 2).reshape(value.shape)
+        elif not is_llama and name.startswith("layers.") and value.ndim == 2:
+            value = value.T  # transformers' Conv1D
         twin.get_parameter(path).copy_(value)
     return twin.eval()
 
@@ -447,16 +447,3 @@ def _gpt2(config: ModelConfig) -> GPT2LMHeadModel:
             tie_word_embeddings=config.tie_head,
         )
     )
-
-
-def _as_llama(name: str, value: Tensor, config: ModelConfig) -> Tensor:
-    if "q_proj" not in name and "k_proj" not in name:
-        return value
-    # Llama rotates feature i with i + d/2, we rotate 2i with 2i + 1.
-    half = config.d_model // config.num_heads // 2
-    return value.view(config.num_heads, half, 2, -1).transpose(1, 2).reshape(value.shape)
-
-
-def _as_gpt2(name: str, value: Tensor) -> Tensor:
-    is_transposed = name.startswith("layers.") and value.ndim == 2  # transformers' Conv1D
-    return value.T if is_transposed else value

@@ -4,8 +4,7 @@ from typing import Any
 
 from trl import SFTTrainer
 
-from unison.errors import UnsupportedOperation
-from unison.hf.trainer import PrivateTrainer
+from unison.hf.trainer import PrivateTrainer, refuse_settings
 
 
 class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
@@ -20,16 +19,11 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         config = settings.get("args") or next((each for each in args[1:2]), None)
-        refusals = {
-            "packing": (False, "a packed row holds several documents; leave it out"),
-            "padding_free": (False, "rows that lie in one would mix; leave it out"),
-            "activation_offloading": (False, "use gradient_checkpointing"),
-            "loss_type": ("nll", "leave it at 'nll'"),
+        remedies = {
+            "packing": "a packed row holds several documents; leave it out",
+            "padding_free": "rows that lie in one would mix; leave it out",
+            "activation_offloading": "use gradient_checkpointing",
+            "loss_type": "leave it at 'nll'",
         }
-        for name, (usual, remedy) in refusals.items():
-            found = getattr(config, name, usual)
-            if found != usual:
-                raise UnsupportedOperation(
-                    f"{name}={found!r} cannot be used in private training: {remedy}"
-                )
+        refuse_settings(config, remedies)
         super().__init__(*args, **settings)

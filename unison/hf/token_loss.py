@@ -82,8 +82,9 @@ def recognised_shift(
         model.train()
         with state_kept(model) as state, _quiet_passes():
             tried = list(pairs)
-            if not all(_has_token_labels(pair) for pair in tried):
-                return None
+            for labels in (pair.get("labels") for pair in tried):
+                if not torch.is_tensor(labels) or labels.ndim != 2 or labels.is_floating_point():
+                    return None
             # Where there are none, the model may not take them: a loss may ignore another label.
             has_ignored = any((pair["labels"] == IGNORED).any() for pair in tried)
             tried = [pair for pair in tried if (pair["labels"][:, 1:] != IGNORED).any()]
@@ -112,7 +113,11 @@ def recognised_shift(
                     return None
                 if not num_classes:
                     num_classes = logits.shape[-1]
-                    classes = _all_classes(num_classes, padding)
+                    # The padding, then classes from both ends: there are the tokens that a loss
+                    # may ignore.
+                    last, both = num_classes - 1, range(num_classes)
+                    ends = [k // 2 if k % 2 == 0 else last - k // 2 for k in both]
+                    classes = chain([padding % num_classes], cycle(ends))
         return candidates[0] if num_classes else None
     finally:
         model.train(was_training)
@@ -124,17 +129,6 @@ def _quiet_passes() -> Iterator[None]:
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         yield
-
-
-def _has_token_labels(batch: Mapping[str, Any]) -> bool:
-    labels = batch.get("labels")
-    return torch.is_tensor(labels) and labels.ndim == 2 and not labels.is_floating_point()
-
-
-def _all_classes(num_classes: int, padding: int) -> Iterator[int]:
-    """The padding, then classes from both ends: there are the tokens that a loss may ignore."""
-    ends = (k // 2 if k % 2 == 0 else num_classes - 1 - k // 2 for k in range(num_classes))
-    return chain([padding % num_classes], cycle(ends))
 
 
 def _make_up(labels: Tensor, classes: Iterator[int], *, has_ignored: bool) -> None:

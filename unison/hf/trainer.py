@@ -618,47 +618,49 @@ def _are_sharded(model: nn.Module) -> bool:
     return bool(units_of(model)) or any(isinstance(p, ShardedTensor) for p in model.parameters())
 
 
+_REFUSED = {
+    "fp16": "scaled gradients cannot be clipped; use bf16=True",
+    "deepspeed": "its engine owns the gradients; leave it out",
+    "fsdp": "accelerate's sharding owns the gradients; leave it out, and give the trainer a model "
+    "that unison.auto_shard has sharded",
+    "auto_find_batch_size": "steps that are tried again are spent again; lower "
+    "per_device_train_batch_size and raise gradient_accumulation_steps, which leaves the logical "
+    "batch as it is",
+    "enable_jit_checkpoint": "it saves in the midst of a step, whose rows are drawn already; leave "
+    "it out, and set save_steps, from which a run goes on",
+    "label_smoothing_factor": "its loss divides by a count over all rows; give compute_loss_func a "
+    "mean of rows",
+    "parallelism_config": "what splits a row or a layer over processes is not known to clipping; "
+    "leave it out",
+    "include_num_input_tokens_seen": "the tokens of drawn rows are private; leave it out",
+    "train_sampling_strategy": "privacy rests on how rows are drawn; leave it at 'random'",
+}
+_USUAL = {
+    "include_num_input_tokens_seen": "no",
+    "train_sampling_strategy": "random",
+    "loss_type": "nll",
+}
+
+
+def refuse_settings(settings: Any, remedies: Mapping[str, str]) -> None:
+    """Refuse settings that are not as usual and under which nothing would be private.
+
+    Args:
+        settings: Arguments of a trainer.
+        remedies: Their names, and what to do about each.
+    """
+    for name, remedy in remedies.items():
+        found = getattr(settings, name, None)
+        if found and found != _USUAL.get(name):
+            raise UnsupportedOperation(
+                f"{name}={found!r} cannot be used in private training: {remedy}"
+            )
+
+
 def _refuse(trainer: Any) -> None:
     """Refuse arguments of a Trainer under which nothing would be private, or nothing would run."""
     args = trainer.args
-    refusals = {
-        "fp16": (args.fp16, "scaled gradients cannot be clipped; use bf16=True"),
-        "deepspeed": (args.deepspeed, "its engine owns the gradients; leave it out"),
-        "fsdp": (
-            args.fsdp,
-            "accelerate's sharding owns the gradients; leave it out, and give the trainer a model "
-            "that unison.auto_shard has sharded",
-        ),
-        "auto_find_batch_size": (
-            args.auto_find_batch_size,
-            "steps that are tried again are spent again; lower per_device_train_batch_size and "
-            "raise gradient_accumulation_steps, which leaves the logical batch as it is",
-        ),
-        "enable_jit_checkpoint": (
-            args.enable_jit_checkpoint,
-            "it saves in the midst of a step, whose rows are drawn already; leave it out, and set "
-            "save_steps, from which a run goes on",
-        ),
-        "label_smoothing_factor": (
-            args.label_smoothing_factor,
-            "its loss divides by a count over all rows; give compute_loss_func a mean of rows",
-        ),
-        "parallelism_config": (
-            args.parallelism_config,
-            "what splits a row or a layer over processes is not known to clipping; leave it out",
-        ),
-        "include_num_input_tokens_seen": (
-            args.include_num_input_tokens_seen not in ("no", False),
-            "the tokens of drawn rows are private; leave it out",
-        ),
-        "train_sampling_strategy": (
-            args.train_sampling_strategy != "random",
-            "privacy rests on how rows are drawn; leave it at 'random'",
-        ),
-    }
-    for name, (is_set, remedy) in refusals.items():
-        if is_set:
-            raise UnsupportedOperation(f"{name} cannot be used in private training: {remedy}")
+    refuse_settings(args, _REFUSED)
     if isinstance(trainer.train_dataset, IterableDataset):
         raise UnsupportedOperation(
             f"train_dataset is an IterableDataset ({type(trainer.train_dataset).__name__}): its "

@@ -46,9 +46,13 @@ def loads_tiles(device: torch.device) -> bool:
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Return whether the Triton kernels take these tensors: on CUDA, and no wider than float32."""
+    """Return whether the Triton kernels take these tensors: on CUDA, and no wider than float32.
+
+    Or would, where a plan is of a GPU. Those of a graph that is being traced have no memory: what
+    is computed with them is for its compiler to see.
+    """
     for each in tensors:
-        if not (is_on_gpu(each) and is_suited(each)):
+        if not is_on_gpu(each) or each.dtype not in TAKEN or is_traced(each):
             return False
     return has_triton()
 
@@ -56,15 +60,6 @@ def takes(*tensors: Tensor) -> bool:
 def is_on_gpu(x: Tensor) -> bool:
     """Return whether a tensor is on CUDA, or would be where a plan is of a GPU."""
     return x.is_cuda or (x.is_meta and machine_of(x.device) == "cuda")
-
-
-def is_suited(x: Tensor) -> bool:
-    """Return whether kernels would take a tensor if it were on CUDA.
-
-    Those of a graph that is being traced have no memory: what is computed with them is for its
-    compiler to see.
-    """
-    return x.dtype in TAKEN and not is_traced(x)
 
 
 def is_traced(x: Tensor) -> bool:

@@ -4,8 +4,8 @@
 an order that depends on the tile's size alone. Three kernels use it: one stores the tile, one only
 squares it, one adds w_b times it over samples. So what the first pass has measured and what the
 second adds up are the same bits, and the bound on a sample's share needs no worst case over its
-tokens (bounds.py, "The measured tensor"). For this all three must run with one `Config`, which is a
-function of shapes and dtypes: never of an autotuner's mood.
+tokens (bounds.py, "The measured tensor"). For this all three must run with the same tiles, which
+are a function of shapes and dtypes: never of an autotuner's mood.
 
 Sums of squares leave a kernel as one number per tile, to be added in a fixed order: no float is
 added atomically, and no program waits for another.
@@ -25,7 +25,6 @@ one run and of the number of runs.
 
 import math
 import os
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,29 +42,6 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _SHARED_BESIDE = 2048  # bytes of shared memory beside the tiles that are loaded
 MAGIC = tl.constexpr(ROUND_MAGIC)  # added and subtracted, it rounds a float64 to an integer
 GROUP = tl.constexpr(8)  # tiles along rows that share their columns while these are in L2
-
-
-@dataclass(frozen=True)
-class Config:
-    """How a product is cut into tiles.
-
-    Attributes:
-        rows: Rows of a tile.
-        columns: Its columns.
-        tokens: Tokens that are loaded at once.
-        num_warps: Warps of a program.
-        num_stages: Loads in flight.
-    """
-
-    rows: int
-    columns: int
-    tokens: int
-    num_warps: int
-    num_stages: int
-
-    def num_tiles(self, rows: int, columns: int) -> int:
-        """Return how many tiles a matrix has."""
-        return triton.cdiv(rows, self.rows) * triton.cdiv(columns, self.columns)
 
 
 @triton.jit
@@ -186,7 +162,9 @@ def _weighted_kernel(
     tl.store(at, total, mask=mask)
 
 
-def choose_config(rows: int, columns: int, dtype: torch.dtype, shared: int = 1 << 30) -> Config:
+def choose_tiles(
+    rows: int, columns: int, dtype: torch.dtype, shared: int = 1 << 30
+) -> dict[str, int]:
     """Return the tiles for a product: a function of its shape and dtype alone.
 
     Args:
@@ -195,26 +173,31 @@ def choose_config(rows: int, columns: int, dtype: torch.dtype, shared: int = 1 <
         dtype: Of what is multiplied.
         shared: Bytes of shared memory that a program may have. Fewer loads are in flight where
             there is little, which changes no bit of the product.
+
+    Returns:
+        Rows BM and columns BN of a tile, tokens BK that are loaded at once, warps of a program, and
+        loads in flight.
     """
-    config = Config(64, 64, 32, 4, 3)
+    high, wide, deep, warps, stages = 64, 64, 32, 4, 3
     if dtype in (torch.bfloat16, torch.float16):
+        deep = 64
         if min(rows, columns) >= 256:
-            wide, high = Config(128, 256, 64, 8, 3), Config(256, 128, 64, 8, 3)
-            config = wide if columns >= rows else high
+            high, wide = (128, 256) if columns >= rows else (256, 128)
+            warps = 8
         else:
-            small_m, small_n = (
+            high, wide = (
                 16 if size <= 16 else 32 if size <= 32 else 64 if size <= 64 else 128
                 for size in (rows, columns)
             )
-            config = Config(small_m, small_n, 64, 4, 4)
-    of_stage = (config.rows + config.columns) * config.tokens * dtype.itemsize
-    num_stages = max(1, (shared - _SHARED_BESIDE) // of_stage)
-    return replace(config, num_stages=min(config.num_stages, num_stages))
+            stages = 4
+    of_stage = (high + wide) * deep * dtype.itemsize
+    stages = min(stages, max(1, (shared - _SHARED_BESIDE) // of_stage))
+    return {"BM": high, "BN": wide, "BK": deep, "num_warps": warps, "num_stages": stages}
 
 
 def _can_describe(x: Tensor) -> bool:
     """Return whether the hardware's tile loads (TMA) take a tensor [batch, tokens, features]."""
-    if not loads_tiles(x.device):
+    if x.numel() == 0 or not loads_tiles(x.device):
         return False
     sizes = [stride * x.element_size() for stride in x.stride()]
     return (
@@ -224,35 +207,45 @@ def _can_describe(x: Tensor) -> bool:
     )
 
 
-def _sides(left: Tensor, right: Tensor, config: Config) -> list[Any]:
-    """Return the descriptors by which tiles are loaded, or the tensors where there are none."""
-    shapes = ([1, config.tokens, config.rows], [1, config.tokens, config.columns])
-    return [
-        TensorDescriptor.from_tensor(x, shape) if _can_describe(x) else x
-        for x, shape in zip((left, right), shapes, strict=True)
-    ]
+def _launch(
+    left: Tensor, right: Tensor, precision: str, tiles: dict[str, int] | None = None
+) -> tuple[list[Any], int, dict[str, Any]]:
+    """Return how a product is launched.
 
-
-def _options(left: Tensor, right: Tensor, config: Config, precision: str) -> dict[str, object]:
-    """Return the constants and launch options of a product."""
+    Returns:
+        The descriptors by which tiles are loaded, or the tensors where there are none; the number
+        of tiles; constants and launch options.
+    """
     tokens, rows, columns = left.shape[1], left.shape[2], right.shape[2]
-    return {
-        "BM": config.rows,
-        "BN": config.columns,
-        "BK": config.tokens,
-        "TMA_L": _can_describe(left),
-        "TMA_R": _can_describe(right),
-        "EVEN_L": tokens % config.tokens == 0 and rows % config.rows == 0,
-        "EVEN_R": tokens % config.tokens == 0 and columns % config.columns == 0,
-        "PRECISION": precision,
-        "num_warps": config.num_warps,
-        "enable_fp_fusion": True,  # by name: its default changes with the version
-        "num_stages": config.num_stages,
-    }
+    if tiles is None:
+        tiles = choose_tiles(rows, columns, left.dtype, shared_bytes(left.device))
+    sides, has_descriptors = [], []
+    for x, length in ((left, tiles["BM"]), (right, tiles["BN"])):
+        has_descriptors.append(_can_describe(x))
+        shape = [1, tiles["BK"], length]
+        sides.append(TensorDescriptor.from_tensor(x, shape) if has_descriptors[-1] else x)
+    is_even = tokens % tiles["BK"] == 0
+    return (
+        sides,
+        triton.cdiv(rows, tiles["BM"]) * triton.cdiv(columns, tiles["BN"]),
+        {
+            **tiles,
+            "TMA_L": has_descriptors[0],
+            "TMA_R": has_descriptors[1],
+            "EVEN_L": is_even and rows % tiles["BM"] == 0,
+            "EVEN_R": is_even and columns % tiles["BN"] == 0,
+            "PRECISION": precision,
+            "enable_fp_fusion": True,  # by name: its default changes with the version
+        },
+    )
 
 
 def per_sample(
-    left: Tensor, right: Tensor, out: Tensor | None, precision: str, config: Config | None = None
+    left: Tensor,
+    right: Tensor,
+    out: Tensor | None,
+    precision: str,
+    tiles: dict[str, int] | None = None,
 ) -> Tensor:
     """Make X_b = left_bᵀ right_b, store it in `out` if given, and square it.
 
@@ -261,19 +254,16 @@ def per_sample(
         right: [batch, tokens, columns].
         out: [batch, rows, columns], each sample's contiguous; any dtype.
         precision: Of float32 products, `"ieee"` or `"tf32"`.
-        config: Tiles; chosen by shape unless given.
+        tiles: Chosen by shape unless given.
 
     Returns:
         Sums of squares per tile [batch, tiles], float32.
     """
     (batch, tokens, rows), columns = left.shape, right.shape[2]
-    config = config or choose_config(rows, columns, left.dtype, shared_bytes(left.device))
-    num_tiles = config.num_tiles(rows, columns)
+    sides, num_tiles, options = _launch(left, right, precision, tiles)
     squares = torch.empty(batch, num_tiles, dtype=torch.float32, device=left.device)
     if squares.numel() == 0:
         return squares
-    sides = _sides(left, right, config)
-    options = _options(left, right, config, precision)
     with on_device_of(squares):
         _per_sample_kernel[(batch * num_tiles,)](
             *sides, squares if out is None else out, squares,
@@ -289,7 +279,6 @@ def weighted(
     weights: Tensor,
     out: Tensor,
     precision: str,
-    config: Config | None = None,
     *,
     add: bool,
 ) -> None:
@@ -298,13 +287,11 @@ def weighted(
     In float32, or in int32: then each sample's w_b X_b is rounded to integers first.
     """
     (batch, tokens, rows), columns = left.shape, right.shape[2]
-    config = config or choose_config(rows, columns, left.dtype, shared_bytes(left.device))
     if out.numel() == 0:
         return
-    sides = _sides(left, right, config)
-    options = _options(left, right, config, precision)
+    sides, num_tiles, options = _launch(left, right, precision)
     with on_device_of(out):
-        _weighted_kernel[(config.num_tiles(rows, columns),)](
+        _weighted_kernel[(num_tiles,)](
             *sides, weights, out, batch, tokens, rows, columns, *left.stride(), *right.stride(),
             ADD=add, **options,
         )  # fmt: skip

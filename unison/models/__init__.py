@@ -3,9 +3,7 @@
 from unison.models.language_models import (
     CONFIG_FILE,
     FAMILIES,
-    GPT2LM,
     PRESETS,
-    DecoderLM,
     LanguageModel,
     ModelConfig,
     build,

@@ -9,7 +9,7 @@ JSON beside its parameters as safetensors; never a pickle.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -33,6 +33,7 @@ from unison.rng.inits import Constant, Init, Normal, TruncatedNormal
 
 FAMILIES = ("decoder", "gpt2")
 MAX_SIZE, MAX_LAYERS = 1 << 24, 1 << 12  # far beyond any model; their products still count
+NO_SIZES = ("family", "dropout", "tie_head")
 CONFIG_FILE = "model.json"
 WEIGHTS_FILE = "model.safetensors"
 
@@ -75,21 +76,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check.one_of(FAMILIES, family=self.family)
-        check.positive(
-            vocab_size=self.vocab_size,
-            context_length=self.context_length,
-            d_model=self.d_model,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            d_ff=self.d_ff,
-            rope_theta=self.rope_theta,
-            norm_eps=self.norm_eps,
-        )
+        sizes = {n: each for n, each in vars(self).items() if n not in NO_SIZES}
+        check.positive(**sizes)
         check.probability(dropout=self.dropout)
-        largest = dict.fromkeys(("vocab_size", "context_length", "d_model", "d_ff"), MAX_SIZE)
-        for name, most in (largest | {"num_layers": MAX_LAYERS}).items():
-            if getattr(self, name) > most:
-                raise BadInput(f"{name} must be at most {most:,}, found {getattr(self, name)}")
+        for name in ("vocab_size", "context_length", "d_model", "d_ff", "num_layers"):
+            most = MAX_LAYERS if name == "num_layers" else MAX_SIZE
+            if sizes[name] > most:
+                raise BadInput(f"{name} must be at most {most:,}, found {sizes[name]}")
         if self.d_model % self.num_heads:
             raise BadInput(
                 f"num_heads must divide d_model, found num_heads={self.num_heads} and "
@@ -145,7 +138,7 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
     return replace(PRESETS[name], **overrides)
 
 
-# ---- what both families share --------------------------------------------------------------------
+# ---- the model --------------------------------------------------------------------
 
 
 class LanguageModelHead(nn.Linear):
@@ -169,78 +162,6 @@ class LanguageModelHead(nn.Linear):
         )
 
 
-class LanguageModel(nn.Module):
-    """Base of the built-in models: token ids [batch, tokens] in, logits out."""
-
-    token_embeddings: nn.Embedding
-    lm_head: LanguageModelHead
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-
-    def init_of(self, name: str, parameter: Tensor) -> Init:
-        """Return what a parameter starts from."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Tie the head, and draw all parameters from torch's global generator.
-
-        This serves a model built by hand, as `nn.Linear` would do. `initialize` fills parameters
-        with values that depend on the seed and the parameter's name only.
-        """
-        self.tie_head_if_asked()
-        for name, parameter in self.named_parameters():
-            match self.init_of(name, parameter):
-                case Constant(value=value):
-                    parameter.fill_(value)
-                case Normal(mean=mean, std=std):
-                    parameter.normal_(mean, std)
-                case TruncatedNormal(mean=mean, std=std, low=low, high=high):
-                    nn.init.trunc_normal_(parameter, mean, std, low, high)
-                case init:
-                    raise AssertionError(f"no rule for {init}")
-
-    def tie_head_if_asked(self) -> None:
-        """Make the head's weight the embedding table itself, when the config says so."""
-        if self.config.tie_head:
-            self.lm_head.weight = self.token_embeddings.weight
-
-    def hidden_states(self, token_ids: Tensor) -> Tensor:
-        """Return what goes into the head: [batch, tokens] -> [batch, tokens, d_model]."""
-        raise NotImplementedError
-
-    def forward(self, token_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the logits of the token after each position, or the loss of each sample.
-
-        Args:
-            token_ids: [batch, tokens].
-            labels: The token after each position [batch, tokens], -100 where none counts. They are
-                compared as they are, and not shifted.
-
-        Returns:
-            Logits [batch, tokens, vocab]; with labels what `unison.per_sample_loss` makes of them,
-            [batch], without logits of the whole batch in memory.
-        """
-        hidden = self.hidden_states(token_ids)
-        # By name: plans of tensor parallelism put one tensor in the place of positional arguments.
-        return self.lm_head(hidden) if labels is None else self.lm_head(hidden, labels=labels)
-
-    def reset_buffers(self) -> None:
-        """Compute the buffers that follow from the config; the base has none."""
-
-    def check_row_length(self, token_ids: Tensor) -> None:
-        """Refuse a row that is longer than the positions the model knows."""
-        if token_ids.ndim != 2:
-            raise BadInput(f"token_ids must be [batch, tokens], found {list(token_ids.shape)}")
-        if token_ids.shape[1] > self.config.context_length:
-            raise BadInput(
-                f"a row of {token_ids.shape[1]} tokens is longer than the model's context of "
-                f"{self.config.context_length}; shorten the rows or raise context_length"
-            )
-
-
 class RMSNorm(nn.RMSNorm):
     """Torch's, without the Python function between, which asks function modes under Dynamo too."""
 
@@ -255,53 +176,6 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # [..., d_model]
         """Normalise the last dimension."""
         return torch.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-
-
-class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual path."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        norm: Callable[..., nn.Module],
-        attention: Callable[[ModelConfig], nn.Module],
-        feed_forward: Callable[[ModelConfig], nn.Module],
-    ) -> None:
-        super().__init__()
-        self.ln1 = norm(config.d_model, eps=config.norm_eps)
-        self.attn = attention(config)
-        self.ln2 = norm(config.d_model, eps=config.norm_eps)
-        self.ffn = feed_forward(config)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor, *positions: nn.Module) -> Tensor:  # [batch, tokens, d_model]
-        """Run one block; `positions` is what the attention takes besides."""
-        x = x + self.dropout(self.attn(self.ln1(x), *positions))
-        return x + self.dropout(self.ffn(self.ln2(x)))
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend to the past and the present, and join the heads.
-
-    Args:
-        q: Queries [batch, heads, tokens, d_head].
-        k: Keys, of the same shape.
-        v: Values, of the same shape.
-
-    Returns:
-        [batch, tokens, heads * d_head].
-    """
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return attended.transpose(1, 2).flatten(2)
-
-
-def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """[batch, tokens, heads * d_head] -> [batch, heads, tokens, d_head]."""
-    batch, tokens, width = x.shape
-    return x.view(batch, tokens, num_heads, width // num_heads).transpose(1, 2)
-
-
-# ---- the decoder family: rotary positions, RMSNorm, SwiGLU, no biases ----------------------------
 
 
 class RotaryEmbedding(nn.Module):
@@ -341,145 +215,179 @@ class RotaryEmbedding(nn.Module):
         return rotated.flatten(-2)
 
 
-class RotaryAttention(nn.Module):
-    """Causal multi-head attention with rotary positions."""
+class Attention(nn.Module):
+    """Causal multi-head attention; GPT-2 has one joint projection for queries, keys and values."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.k_proj = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.v_proj = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.output_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        d, self.num_heads = config.d_model, config.num_heads
+        is_gpt2 = config.family == "gpt2"
+        if is_gpt2:
+            self.qkv_proj = nn.Linear(d, 3 * d)
+        else:
+            self.q_proj = nn.Linear(d, d, bias=False)
+            self.k_proj = nn.Linear(d, d, bias=False)
+            self.v_proj = nn.Linear(d, d, bias=False)
+        self.output_proj = nn.Linear(d, d, bias=is_gpt2)
 
-    def forward(self, x: Tensor, rotate: RotaryEmbedding) -> Tensor:  # [batch, tokens, d_model]
-        """Attend within each row."""
-        q = rotate(split_heads(self.q_proj(x), self.num_heads))
-        k = rotate(split_heads(self.k_proj(x), self.num_heads))
-        v = split_heads(self.v_proj(x), self.num_heads)
-        return self.output_proj(causal_attention(q, k, v))
+    def forward(self, x: Tensor, rotate: RotaryEmbedding | None = None) -> Tensor:
+        """Attend to the past and the present of each row: [batch, tokens, d_model]."""
+        if rotate is None:
+            q, k, v = (self._split(y) for y in self.qkv_proj(x).chunk(3, dim=-1))
+        else:
+            q = rotate(self._split(self.q_proj(x)))
+            k = rotate(self._split(self.k_proj(x)))
+            v = self._split(self.v_proj(x))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.output_proj(attended.transpose(1, 2).flatten(2))
 
-
-class SwiGLU(nn.Module):
-    """`W2 (silu(W1 x) * W3 x)`."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.w2 = nn.Linear(config.d_ff, config.d_model, bias=False)
-        self.w3 = nn.Linear(config.d_model, config.d_ff, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:  # [batch, tokens, d_model]
-        """Apply the gated feed-forward part to every token."""
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class DecoderLM(LanguageModel):
-    """The decoder family as one module: token ids in, logits out.
-
-    Its module names are those of the reference notes (`token_embeddings`, `positional_encoder`,
-    `layers`, `ln_final`, `lm_head`): a two-layer model has 21 parameters, nine per block.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.token_embeddings = nn.Embedding(config.vocab_size, config.d_model)
-        self.positional_encoder = RotaryEmbedding(
-            config.context_length, config.d_model // config.num_heads, config.rope_theta
-        )
-        self.layers = nn.ModuleList(
-            Block(config, RMSNorm, RotaryAttention, SwiGLU) for _ in range(config.num_layers)
-        )
-        self.ln_final = RMSNorm(config.d_model, eps=config.norm_eps)
-        self.lm_head = LanguageModelHead(config.d_model, config.vocab_size, bias=False)
-        self.reset_parameters()
-
-    def init_of(self, name: str, parameter: Tensor) -> Init:
-        """Glorot's variance for matrices; normals are cut at three standard deviations."""
-        if parameter.ndim == 1:
-            return Constant(value=1.0)
-        std = math.sqrt(2 / sum(parameter.shape))
-        std = 1.0 if name == "token_embeddings.weight" else std
-        return TruncatedNormal(std=std, low=-3 * std, high=3 * std)
-
-    def reset_buffers(self) -> None:
-        """Compute the rotary tables."""
-        self.positional_encoder.reset_buffers()
-
-    def hidden_states(self, token_ids: Tensor) -> Tensor:  # -> [batch, tokens, d_model]
-        """Return what goes into the head."""
-        self.check_row_length(token_ids)
-        x = self.token_embeddings(token_ids)
-        for layer in self.layers:
-            x = layer(x, self.positional_encoder)
-        return self.ln_final(x)
-
-
-# ---- the GPT-2 family: learned positions, LayerNorm, GELU, biases, optionally tied ---------------
-
-
-class SelfAttention(nn.Module):
-    """Causal multi-head attention with one joint projection for queries, keys and values."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        d = config.d_model
-        self.num_heads = config.num_heads
-        self.qkv_proj = nn.Linear(d, 3 * d)
-        self.output_proj = nn.Linear(d, d)
-
-    def forward(self, x: Tensor) -> Tensor:  # [batch, tokens, d_model]
-        """Attend within each row."""
-        q, k, v = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).chunk(3, dim=-1))
-        return self.output_proj(causal_attention(q, k, v))
+    def _split(self, x: Tensor) -> Tensor:
+        """[batch, tokens, heads * d_head] -> [batch, heads, tokens, d_head]."""
+        batch, tokens, width = x.shape
+        return x.view(batch, tokens, self.num_heads, width // self.num_heads).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
-    """`W2 gelu(W1 x + b1) + b2`."""
+    """`W2 gelu(W1 x + b1) + b2` in GPT-2, `W2 (silu(W1 x) * W3 x)` elsewhere."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.d_model, config.d_ff)
-        self.w2 = nn.Linear(config.d_ff, config.d_model)
+        self.is_gated = config.family != "gpt2"
+        self.w1 = nn.Linear(config.d_model, config.d_ff, bias=not self.is_gated)
+        self.w2 = nn.Linear(config.d_ff, config.d_model, bias=not self.is_gated)
+        if self.is_gated:
+            self.w3 = nn.Linear(config.d_model, config.d_ff, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, tokens, d_model]
         """Apply the feed-forward part to every token."""
+        if self.is_gated:
+            return self.w2(F.silu(self.w1(x)) * self.w3(x))
         return self.w2(F.gelu(self.w1(x), approximate="tanh"))
 
 
-class GPT2LM(LanguageModel):
-    """The GPT-2 family as one module: token ids in, logits out."""
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and beside a residual path."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.token_embeddings = nn.Embedding(config.vocab_size, config.d_model)
-        self.position_embeddings = nn.Embedding(config.context_length, config.d_model)
+        super().__init__()
+        norm = LayerNorm if config.family == "gpt2" else RMSNorm
+        self.ln1 = norm(config.d_model, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.ln2 = norm(config.d_model, eps=config.norm_eps)
+        self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(
-            Block(config, LayerNorm, SelfAttention, FeedForward) for _ in range(config.num_layers)
-        )
-        self.ln_final = LayerNorm(config.d_model, eps=config.norm_eps)
+
+    def forward(self, x: Tensor, *positions: nn.Module) -> Tensor:  # [batch, tokens, d_model]
+        """Run one block; `positions` is what the attention takes besides."""
+        x = x + self.dropout(self.attn(self.ln1(x), *positions))
+        return x + self.dropout(self.ffn(self.ln2(x)))
+
+
+class LanguageModel(nn.Module):
+    """Token ids [batch, tokens] in, logits out.
+
+    The decoder family has rotary positions, RMSNorm, SwiGLU and no biases. Its module names are
+    those of the reference notes (`token_embeddings`, `positional_encoder`, `layers`, `ln_final`,
+    `lm_head`): a two-layer model has 21 parameters, nine per block. The GPT-2 family has learned
+    positions, LayerNorm, GELU and biases.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config, is_gpt2 = config, config.family == "gpt2"
+        self.token_embeddings = nn.Embedding(config.vocab_size, config.d_model)
+        if is_gpt2:
+            self.position_embeddings = nn.Embedding(config.context_length, config.d_model)
+            self.dropout = nn.Dropout(config.dropout)
+        else:
+            self.positional_encoder = RotaryEmbedding(
+                config.context_length, config.d_model // config.num_heads, config.rope_theta
+            )
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        norm = LayerNorm if is_gpt2 else RMSNorm
+        self.ln_final = norm(config.d_model, eps=config.norm_eps)
         self.lm_head = LanguageModelHead(config.d_model, config.vocab_size, bias=False)
         self.reset_parameters()
 
     def init_of(self, name: str, parameter: Tensor) -> Init:
-        """Projections onto the residual stream start smaller: its variance must not grow."""
+        """Return what a parameter starts from."""
         if parameter.ndim == 1:
             return Constant(value=0.0 if name.endswith("bias") else 1.0)
-        if name == "position_embeddings.weight":
-            return Normal(std=POSITION_STD)
-        is_residual = name.endswith(("output_proj.weight", "w2.weight"))
-        return Normal(std=WEIGHT_STD / math.sqrt(2 * self.config.num_layers if is_residual else 1))
+        if self.config.family == "gpt2":
+            if name == "position_embeddings.weight":
+                return Normal(std=POSITION_STD)
+            # Projections onto the residual stream start smaller: its variance must not grow.
+            is_residual = name.endswith(("output_proj.weight", "w2.weight"))
+            num_added = 2 * self.config.num_layers if is_residual else 1
+            return Normal(std=WEIGHT_STD / math.sqrt(num_added))
+        # Glorot's variance for matrices; normals are cut at three standard deviations.
+        is_table = name == "token_embeddings.weight"
+        std = 1.0 if is_table else math.sqrt(2 / sum(parameter.shape))
+        return TruncatedNormal(std=std, low=-3 * std, high=3 * std)
 
-    def hidden_states(self, token_ids: Tensor) -> Tensor:  # -> [batch, tokens, d_model]
-        """Return what goes into the head."""
-        self.check_row_length(token_ids)
-        positions = torch.arange(token_ids.shape[-1], device=token_ids.device)
-        x = self.token_embeddings(token_ids) + self.position_embeddings(positions)
-        x = self.dropout(x)
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Tie the head, and draw all parameters from torch's global generator.
+
+        This serves a model built by hand, as `nn.Linear` would do. `initialize` fills parameters
+        with values that depend on the seed and the parameter's name only.
+        """
+        self.tie_head_if_asked()
+        for name, parameter in self.named_parameters():
+            match self.init_of(name, parameter):
+                case Constant(value=value):
+                    parameter.fill_(value)
+                case Normal(mean=mean, std=std):
+                    parameter.normal_(mean, std)
+                case TruncatedNormal(mean=mean, std=std, low=low, high=high):
+                    nn.init.trunc_normal_(parameter, mean, std, low, high)
+                case init:
+                    raise AssertionError(f"no rule for {init}")
+
+    def reset_buffers(self) -> None:
+        """Compute the buffers that follow from the config: rotary tables."""
+        if self.config.family != "gpt2":
+            self.positional_encoder.reset_buffers()
+
+    def tie_head_if_asked(self) -> None:
+        """Make the head's weight the embedding table itself, when the config says so."""
+        if self.config.tie_head:
+            self.lm_head.weight = self.token_embeddings.weight
+
+    def hidden_states(self, token_ids: Tensor) -> Tensor:
+        """Return what goes into the head: [batch, tokens] -> [batch, tokens, d_model]."""
+        if token_ids.ndim != 2:
+            raise BadInput(f"token_ids must be [batch, tokens], found {list(token_ids.shape)}")
+        if token_ids.shape[1] > self.config.context_length:
+            raise BadInput(
+                f"a row of {token_ids.shape[1]} tokens is longer than the model's context of "
+                f"{self.config.context_length}; shorten the rows or raise context_length"
+            )
+        if self.config.family == "gpt2":
+            positions = torch.arange(token_ids.shape[-1], device=token_ids.device)
+            x = self.token_embeddings(token_ids) + self.position_embeddings(positions)
+            x, rotations = self.dropout(x), ()
+        else:
+            x, rotations = self.token_embeddings(token_ids), (self.positional_encoder,)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, *rotations)
         return self.ln_final(x)
+
+    def forward(self, token_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return the logits of the token after each position, or the loss of each sample.
+
+        Args:
+            token_ids: [batch, tokens].
+            labels: The token after each position [batch, tokens], -100 where none counts. They are
+                compared as they are, and not shifted.
+
+        Returns:
+            Logits [batch, tokens, vocab]; with labels what `unison.per_sample_loss` makes of them,
+            [batch], without logits of the whole batch in memory.
+        """
+        hidden = self.hidden_states(token_ids)
+        # By name: plans of tensor parallelism put one tensor in the place of positional arguments.
+        return self.lm_head(hidden) if labels is None else self.lm_head(hidden, labels=labels)
 
 
 # ---- initial values ------------------------------------------------------------------------------
@@ -518,8 +426,6 @@ def initialize(model: LanguageModel, *, seed: int) -> None:
 
 # ---- building and storing ------------------------------------------------------------------------
 
-FAMILY_CLASSES = {"decoder": DecoderLM, "gpt2": GPT2LM}
-
 
 def build(
     config: ModelConfig | str, *, seed: int = 0, device: str | torch.device = "cpu"
@@ -547,7 +453,7 @@ def build(
 def _empty_model(config: ModelConfig, device: str | torch.device) -> LanguageModel:
     """Return a model whose parameters have memory, but no values; on the meta device neither."""
     with torch.device("meta"):
-        model = FAMILY_CLASSES[config.family](config)
+        model = LanguageModel(config)
     if torch.device(device).type != "meta":
         model.to_empty(device=device)
         model.tie_head_if_asked()  # to_empty gives every use of a tied parameter its own memory

@@ -4,7 +4,6 @@ from unison.plan.estimate import (
     GPUS,
     Estimate,
     Gpu,
-    PrivateBudget,
     assumptions,
     budget,
     estimate,

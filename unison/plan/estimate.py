@@ -164,7 +164,9 @@ def run_queue(usage: Usage, gpu: Gpu) -> tuple[float, float, float]:
     for index, call in enumerate(usage.calls):
         if index in usage.passes:
             starts.append((compute, host, max(at_host, at_gpu)))
-        calling, running = call_seconds(call), kernel_seconds(call, gpu)
+        of_python = FORWARD_PYTHON_SECONDS if call.phase == "forward" else PYTHON_SECONDS
+        launch = TRITON_SECONDS if call.is_triton else LAUNCH_SECONDS if call.is_kernel else 0.0
+        calling, running = call.python_calls * of_python + launch, kernel_seconds(call, gpu)
         host, at_host = host + calling, at_host + calling
         if running:
             compute, at_gpu = compute + running, max(at_gpu, at_host) + running
@@ -178,13 +180,6 @@ def run_queue(usage: Usage, gpu: Gpu) -> tuple[float, float, float]:
             for each, first, last in zip(found, before, after, strict=True)
         )
     return found
-
-
-def call_seconds(call: PlannedCall) -> float:
-    """What the host takes to call an operation."""
-    of_python = FORWARD_PYTHON_SECONDS if call.phase == "forward" else PYTHON_SECONDS
-    launch = TRITON_SECONDS if call.is_triton else LAUNCH_SECONDS if call.is_kernel else 0.0
-    return call.python_calls * of_python + launch
 
 
 def kernel_seconds(call: PlannedCall, gpu: Gpu) -> float:
@@ -243,31 +238,6 @@ def assumptions(scenario: Scenario, gpu: Gpu) -> list[str]:
 # ---- private budgets -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrivateBudget:
-    """What a private run spends, in ε and in time.
-
-    Attributes:
-        num_rows: Rows of the data set; each is one record.
-        batch_size: Rows of a step, as expected.
-        epochs: How often each row is drawn, as expected.
-        steps: Steps of the optimizer.
-        passes: Passes of a step on each rank.
-        noise_multiplier: σ.
-        epsilon: ε of all steps together.
-        delta: δ.
-    """
-
-    num_rows: int
-    batch_size: int
-    epochs: float
-    steps: int
-    passes: int
-    noise_multiplier: float
-    epsilon: float
-    delta: float
-
-
 def budget(
     *,
     num_rows: int,
@@ -278,7 +248,7 @@ def budget(
     num_parameters: int,
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
-) -> PrivateBudget:
+) -> dict[str, float]:
     """Find the noise that an ε allows, or the ε that a noise spends, by unison's own accounting.
 
     Args:
@@ -290,6 +260,11 @@ def budget(
         num_parameters: Trained elements, all of which get noise.
         epsilon: What the run may spend.
         noise_multiplier: σ, instead.
+
+    Returns:
+        `num_rows` and `batch_size` as given; `epochs`, how often each row is drawn; `steps` of the
+        optimizer, each of so many `passes` on each rank; `noise_multiplier`; and `epsilon` of all
+        steps together at `delta`.
 
     Raises:
         BadInput: If not exactly one of both is given, or numbers do not go together.
@@ -313,13 +288,13 @@ def budget(
             target_epsilon=epsilon, target_delta=delta, **shared
         )
     spent = epsilon_for(noise_multiplier=noise_multiplier, delta=delta, **shared)
-    return PrivateBudget(
-        num_rows=num_rows,
-        batch_size=batch_size,
-        epochs=epochs,
-        steps=steps,
-        passes=math.ceil(batch_size / (scenario.world_size * scenario.rows)),
-        noise_multiplier=noise_multiplier,
-        epsilon=spent,
-        delta=delta,
-    )
+    return {
+        "num_rows": num_rows,
+        "batch_size": batch_size,
+        "epochs": epochs,
+        "steps": steps,
+        "passes": math.ceil(batch_size / (scenario.world_size * scenario.rows)),
+        "noise_multiplier": noise_multiplier,
+        "epsilon": spent,
+        "delta": delta,
+    }

@@ -366,7 +366,27 @@ class Meter(TorchDispatchMode):
             for tensor in made:
                 self._allocation_of(tensor, maker, has_memory=False)
             return result
-        self._count_operation(func, args, kwargs, given, made, result)
+        packet = func._overloadpacket
+        if func.namespace == "c10d":
+            self._count_collective(func, args)
+            self._count_call(False)
+        else:
+            kind = "none" if self._phase == HOST else self._device
+            own = {id(each): each for each in (*given, *made) if each.device.type == kind}
+            is_kernel = bool(own) and not func.is_view and packet not in _NO_KERNELS
+            flops = _FLOPS[packet](*args, **kwargs, out_val=result) if packet in _FLOPS else 0
+            # A number that is read, or a copy between host and device that is to be done on return.
+            is_read = packet in _READS and bool(own)
+            is_copied = packet in _COPIES and len({each.device for each in (*given, *made)}) > 1
+            is_async = kwargs.get("non_blocking") or (packet is aten.copy_ and args[2:3] == (True,))
+            self._count_call(
+                is_kernel,
+                waits=is_read or (is_copied and kind != "none" and not is_async),
+                flops=flops,
+                is_wide=flops > 0 and given[0].dtype.itemsize > 2,
+                is_odd=flops > 0 and any(_is_odd(each) for each in own.values()),
+                moved_bytes=sum(each.nbytes for each in own.values()) if is_kernel else 0,
+            )
         if maker.startswith(("clip/", "kfac/")):
             for tensor in _tensors(args):
                 if tensor.device.type == self._device:
@@ -375,40 +395,9 @@ class Meter(TorchDispatchMode):
         for tensor in made:
             if tensor.device.type == self._device and maker not in _SHELLS:
                 allocation = self._allocation_of(tensor, maker)
-                allocation.is_any |= func._overloadpacket is aten.any
+                allocation.is_any |= packet is aten.any
                 allocation.phase = HOST if is_hosted else allocation.phase
         return result
-
-    def _count_operation(
-        self,
-        func: Any,
-        args: tuple,
-        kwargs: dict[str, Any],
-        given: list[Tensor],
-        made: list[Tensor],
-        result: Any,
-    ) -> None:
-        packet = func._overloadpacket
-        if func.namespace == "c10d":
-            self._count_collective(func, args)
-            self._count_call(False)
-            return
-        kind = "none" if self._phase == HOST else self._device
-        own = {id(each): each for each in (*given, *made) if each.device.type == kind}
-        is_kernel = bool(own) and not func.is_view and packet not in _NO_KERNELS
-        flops = _FLOPS[packet](*args, **kwargs, out_val=result) if packet in _FLOPS else 0
-        # A number that is read, or a copy between host and device that is to be done on return.
-        is_read = packet in _READS and bool(own)
-        is_copied = packet in _COPIES and len({each.device for each in (*given, *made)}) > 1
-        is_async = kwargs.get("non_blocking") or (packet is aten.copy_ and args[2:3] == (True,))
-        self._count_call(
-            is_kernel,
-            waits=is_read or (is_copied and kind != "none" and not is_async),
-            flops=flops,
-            is_wide=flops > 0 and given[0].dtype.itemsize > 2,
-            is_odd=flops > 0 and any(_is_odd(each) for each in own.values()),
-            moved_bytes=sum(each.nbytes for each in own.values()) if is_kernel else 0,
-        )
 
     def _allocation_of(
         self, tensor: Tensor, maker: str = "", *, has_memory: bool = True
@@ -531,16 +520,6 @@ _COLLECTIVES = {
 }
 
 
-def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
-    return sdpa_flop_count(q.shape, _of_heads(k, q), _of_heads(v, q))
-
-
-def _attention_backward_flops(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
-) -> int:
-    return sdpa_backward_flop_count(grad.shape, q.shape, _of_heads(k, q), _of_heads(v, q))
-
-
 def _grouped_sizes(
     a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any
 ) -> tuple[tuple[int, ...], int]:
@@ -552,10 +531,6 @@ def _grouped_sizes(
     return shape, 2 * (a.shape[1] * b.numel() if a.ndim > b.ndim else a.numel() * b.shape[-1])
 
 
-def _grouped_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return _grouped_sizes(*args[:3], **kwargs)[1]
-
-
 def _of_heads(shared: Tensor, query: Tensor) -> tuple[int, ...]:
     """The shape of keys or values that several heads share, once for each of them."""
     return (*query.shape[:2], *shared.shape[2:])
@@ -563,9 +538,15 @@ def _of_heads(shared: Tensor, query: Tensor) -> tuple[int, ...]:
 
 _FLOPS = {
     **flop_registry,
-    aten._grouped_mm: _grouped_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    aten._grouped_mm: lambda *args, out_val=None, **named: _grouped_sizes(*args[:3], **named)[1],
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, _of_heads(k, q), _of_heads(v, q)
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
+            grad.shape, q.shape, _of_heads(k, q), _of_heads(v, q)
+        )
+    ),
 }
 
 

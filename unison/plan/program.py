@@ -273,15 +273,73 @@ def stepper(
             meter.assign("gathered", [] if group.is_alias else [group.full])
         names = {module: name for name, module in model.named_modules()}
         for block in [] if scenario.compiled else blocks:  # hooks would be compiled too
-            _mark_places(block, names[block], meter)
+            mark = functools.partial(_mark_place, meter, names[block])
+            block.register_forward_pre_hook(mark)
+            block.register_forward_hook(mark)
         trained = [each for each in model.parameters() if each.requires_grad]
         # Torch takes all parameters at once on a GPU; it does not know what the meta device is.
         at_once = True if machine_of(device) == "cuda" and not is_hosted else None
         optimizer: Optimizer = (SGD if scenario.kfac else AdamW)(trained, lr=1e-3, foreach=at_once)
-        run = stack.enter_context(_training(model, optimizer, scenario, device, meter, num_steps))
+        num_rows = scenario.world_size * scenario.rows * scenario.passes
+        data = Rows(num_rows * num_steps, scenario)
+        kfac, engine = None, None
+        if scenario.kfac:
+            kfac = KFAC(model, KFACConfig(), optimizer)
+            stack.callback(kfac.detach)
+        if scenario.clipping is None:
+            loader = DataLoader(data, num_rows)
+            batches = iter(shard.deal(loader, micro_batch=scenario.rows))
+        else:
+            engine = PrivacyEngine(secure_noise=False)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
+                _, _, private = engine.make_private(
+                    module=model,
+                    optimizer=optimizer,
+                    data_loader=DataLoader(data, num_rows, shuffle=True, drop_last=True),
+                    noise_multiplier=1.0,
+                    max_grad_norm=1.0,
+                    clipping=scenario.clipping,
+                    sampling=Shuffled(batch_size=num_rows, num_records=len(data)),
+                    max_physical_batch_size=scenario.rows,
+                    recheck=False,  # what counts is a step like most others
+                    calibrate=False,  # timings are of a device, and several ranks have none
+                    seed=0,
+                )
+            stack.callback(engine.detach)
+            stack.callback(private.abandon)
+            batches = iter(private)
+
+        def run_pass(ids: Tensor, labels: Tensor) -> None:
+            meter.enter_place("forward")
+            ids, labels = ids.to(device, copy=True), labels.to(device, copy=True)
+            logits = _logits_of(model(ids))
+            if logits.ndim == 2:  # one label a row, of fewer classes than there are tokens
+                logits, labels = logits.unsqueeze(1), labels % logits.shape[1]
+            labels = labels[:, : logits.shape[1]]
+            meter.enter_place("loss")
+            if kfac is not None and kfac.wants_statistics:
+                kfac.sample(logits, labels >= 0, divisor=labels.numel()).backward(retain_graph=True)
+            losses = (token_loss_sums if engine is None else per_sample_loss)(logits, labels)
+            loss = shard.batch_mean(losses)
+            meter.enter_place("backward")
+            loss.backward()
 
         def step(is_counted: bool) -> None:
-            run(is_counted)
+            optimizer.zero_grad(set_to_none=True)
+            for _ in range(scenario.passes):
+                meter.enter_place(HOST)
+                meter.mark_pass()
+                run_pass(*next(batches))
+            meter.mark_pass()
+            grads = [each.grad for each in model.parameters()]
+            meter.assign(OFFLOADED if is_hosted else "gradients", grads)
+            meter.enter_place(HOST if is_hosted else "update")
+            if kfac is not None:
+                kfac.step()
+            elif engine is None and is_counted:  # half of a plan's time, for nothing that stays
+                shard.clip_grad_norm_(model, 1.0)
+            optimizer.step()
             for value in (value for each in optimizer.state.values() for value in each.values()):
                 if isinstance(value, Tensor):  # a count of steps is a scalar, and on the host
                     role = OFFLOADED if is_hosted else "optimizer"
@@ -328,96 +386,14 @@ def _sharding(scenario: Scenario, device: torch.device) -> dict[str, Any]:
     return settings
 
 
-def _mark_places(block: nn.Module, name: str, meter: Meter) -> None:
-    """Tell the meter which block computes."""
-
-    def before_forward(*_: Any) -> None:
+def _mark_place(meter: Meter, name: str, module: nn.Module, inputs: Any, *output: Any) -> None:
+    """Tell the meter that a block computes; a hook before its forward pass, and after it."""
+    if not output:
         meter.enter_place("forward", name)
-
-    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        if isinstance(first, Tensor) and first.requires_grad:
-            first.register_hook(lambda _: meter.enter_place("backward", name))
-
-    block.register_forward_pre_hook(before_forward)
-    block.register_forward_hook(after_forward)
-
-
-@contextmanager
-def _training(
-    model: nn.Module,
-    optimizer: Optimizer,
-    scenario: Scenario,
-    device: torch.device,
-    meter: Meter,
-    num_steps: int,
-) -> Iterator[Callable[[bool], None]]:
-    """Give a function that takes one step; see `stepper`."""
-    num_rows = scenario.world_size * scenario.rows * scenario.passes
-    data = Rows(num_rows * num_steps, scenario)
-    kfac = KFAC(model, KFACConfig(), optimizer) if scenario.kfac else None
-    engine, private = None, None
-    if scenario.clipping is not None:
-        engine = PrivacyEngine(secure_noise=False)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
-            _, _, private = engine.make_private(
-                module=model,
-                optimizer=optimizer,
-                data_loader=DataLoader(data, num_rows, shuffle=True, drop_last=True),
-                noise_multiplier=1.0,
-                max_grad_norm=1.0,
-                clipping=scenario.clipping,
-                sampling=Shuffled(batch_size=num_rows, num_records=len(data)),
-                max_physical_batch_size=scenario.rows,
-                recheck=False,  # what counts is a step like most others
-                calibrate=False,  # timings are of a device, and no plan of several ranks has them
-                seed=0,
-            )
-        batches = iter(private)
-    else:
-        loader = DataLoader(data, num_rows)
-        batches = iter(shard.deal(loader, micro_batch=scenario.rows))
-
-    def step(is_counted: bool) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        for _ in range(scenario.passes):
-            meter.enter_place(HOST)
-            meter.mark_pass()
-            run_pass(*next(batches))
-        meter.mark_pass()
-        grads = [each.grad for each in model.parameters()]
-        meter.assign(OFFLOADED if scenario.offload else "gradients", grads)
-        meter.enter_place(HOST if scenario.offload else "update")
-        if kfac is not None:
-            kfac.step()
-        elif engine is None and is_counted:  # it takes half the time of a plan, and leaves nothing
-            shard.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-
-    def run_pass(ids: Tensor, labels: Tensor) -> None:
-        meter.enter_place("forward")
-        ids, labels = ids.to(device, copy=True), labels.to(device, copy=True)
-        logits = _logits_of(model(ids))
-        if logits.ndim == 2:  # one label a row, of fewer classes than there are tokens
-            logits, labels = logits.unsqueeze(1), labels % logits.shape[1]
-        labels = labels[:, : logits.shape[1]]
-        meter.enter_place("loss")
-        if kfac is not None and kfac.wants_statistics:
-            kfac.sample(logits, labels >= 0, divisor=labels.numel()).backward(retain_graph=True)
-        losses = (token_loss_sums if engine is None else per_sample_loss)(logits, labels)
-        loss = shard.batch_mean(losses)
-        meter.enter_place("backward")
-        loss.backward()
-
-    try:
-        yield step
-    finally:
-        if kfac is not None:
-            kfac.detach()
-        if engine is not None and private is not None:
-            private.abandon()
-            engine.detach()
+        return
+    first = output[0][0] if isinstance(output[0], tuple) else output[0]
+    if isinstance(first, Tensor) and first.requires_grad:
+        first.register_hook(lambda _: meter.enter_place("backward", name))
 
 
 # ---- what torch.compile makes of a block, on tensors without values ------------------------------

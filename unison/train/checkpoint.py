@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from unison import run_files, shard
-from unison.config import MAX_LOCAL_RANKS, MechanismConfig, TrainConfig
+from unison.config import MAX_LOCAL_RANKS, TrainConfig
 from unison.errors import BadInput, UnisonError
 from unison.privacy import LEDGER_FILE
 from unison.schema import build, cut, differing, is_a, read_json, short
@@ -330,8 +330,8 @@ def resumed_config(
     check_resumable(run)
     saved = run_files.read_config(run)
     given = set(given) | ({"replicas"} if "shard" in given else set())  # it is a part of how
-    before = _flat(saved.mechanism)
-    after = _flat(asked.mechanism) | dict(parts or {})
+    before = saved.mechanism.by_name()
+    after = asked.mechanism.by_name() | dict(parts or {})
     given |= set(parts or {})
     changes = [
         f"{name} from {before.get(name)!r} to {after[name]!r}"
@@ -356,14 +356,6 @@ def resumed_config(
         execution=replace(saved.execution, **execution),
         output=replace(saved.output, **output),
     )
-
-
-def _flat(mechanism: MechanismConfig) -> dict[str, Any]:
-    """A mechanism's settings by name, those of its model and of its parts included."""
-    settings = asdict(mechanism)
-    privacy, kfac = settings.pop("privacy"), settings.pop("kfac")
-    parts = {"private": privacy is not None, "kfac": kfac is not None}
-    return settings | mechanism.overrides | parts | (privacy or {}) | (kfac or {})
 
 
 def check_same_rows(run: Path, rows: dict[str, Any]) -> None:

@@ -440,8 +440,11 @@ class Run:
             if compiles:
                 seconds = time.perf_counter() - began
                 self.view.note(f"the first step, with compiling, took {seconds:.0f} s")
+            # Whether the last checkpoint is as long ago as it may be, by the main rank's clock.
+            most, age = output.checkpoint_seconds, time.monotonic() - self.saved_at
+            is_time = bool(most) and self.world.is_main and age >= most
             number, is_time, has_failed = self.world.largest(
-                self.signals.number, self._is_time(), self.failure is not None
+                self.signals.number, is_time, self.failure is not None
             )
             if has_failed:
                 self.world.agree(self.raise_failure)
@@ -462,11 +465,6 @@ class Run:
                 checkpoint.finish(self)
                 raise self.signals.stopped(f"after step {step} of {mechanism.steps}", number)
         return None
-
-    def _is_time(self) -> bool:
-        """Whether the last checkpoint is as long ago as it may be, by the main rank's clock."""
-        seconds = self.config.output.checkpoint_seconds
-        return bool(seconds) and self.world.is_main and time.monotonic() - self.saved_at >= seconds
 
     def _is_eval_due(self) -> bool:
         """Whether held-out rows are looked at after the step at hand."""
@@ -528,11 +526,11 @@ class Run:
         if self.recorder is None:  # else when the step's digests are in the file
             self._set_boundary()
         self.record_step(step, figures)
-        facts = self.regime.facts(step)
+        metrics, epsilon = self.regime.facts(step)
         speed = {"train/tokens_per_second": num_targets / seconds}
-        self.record(step, **figures, **speed, **(facts.metrics() if facts else {}))
+        self.record(step, **figures, **speed, **metrics)
         mean_speed = progress.num_targets / progress.training_seconds
-        self.view.show_step(step, figures["train/loss"], mean_speed, facts)
+        self.view.show_step(step, figures["train/loss"], mean_speed, metrics, epsilon)
 
     def changed_conditions(self) -> list[str]:
         """What bits depend on besides the settings, and is not as it was when the run began."""

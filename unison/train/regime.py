@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,38 +35,6 @@ if TYPE_CHECKING:
     from unison.train.loop import Run
 
 MAX_EPSILONS = 10  # of a private run, while it goes on: one by PLD takes a second
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivacyFacts:
-    """What is known of privacy after a step.
-
-    Attributes:
-        epsilon: ε so far, at most, if the key is secret. It is computed now and then, and then for
-            the steps ahead.
-        is_secure: Whether it is; if noise and sampling come from a seed, ε is infinite.
-        is_exact: Whether `epsilon` is that of the steps up to this one.
-        median_norm: Median of the rows' gradient norms before clipping; no ε covers it.
-        clipped_fraction: Part of the rows whose gradient was clipped; no ε covers it.
-        num_dropped: Rows whose gradient was not finite and was left out; no ε covers it.
-    """
-
-    epsilon: float
-    is_exact: bool
-    median_norm: float
-    clipped_fraction: float
-    num_dropped: int
-    is_secure: bool = True
-
-    def metrics(self) -> dict[str, float]:
-        """The same by the names of metrics; ε where it is that of the step."""
-        found = {
-            "privacy/median_norm": self.median_norm,
-            "privacy/clipped_fraction": self.clipped_fraction,
-            "privacy/num_dropped": self.num_dropped,
-        }
-        name = "privacy/epsilon" if self.is_secure else "privacy/epsilon_if_secret"
-        return found | ({name: self.epsilon} if self.is_exact else {})
 
 
 def rows_of_step(step: int, *, num_rows: int, batch_size: int, seed: int) -> np.ndarray:
@@ -137,9 +105,9 @@ class Regime:
         """Make the rows' losses, of which the mean is sent back; see `step.Objective`."""
         return mean_over_targets(logits, batch)
 
-    def facts(self, step: int) -> PrivacyFacts | None:
-        """What is known of privacy after a step, counted from 1."""
-        return None
+    def facts(self, step: int) -> tuple[dict[str, float], str]:
+        """What is known of privacy after step `step`: metrics by name, and ε in words."""
+        return {}, ""
 
     def recorded(self, step: int, rows: str, loss: float) -> dict[str, Any]:
         """Fields of `StepRecord`, of a step that was just taken."""
@@ -419,19 +387,23 @@ class PrivateRegime(Regime):
         losses = unison.per_sample_loss(logits, batch["labels"], IGNORE_INDEX)  # [rows]
         return losses, self.is_step_complete()
 
-    def facts(self, step: int) -> PrivacyFacts:
-        """Return ε, now and then computed ahead, and what no ε covers."""
+    def facts(self, step: int) -> tuple[dict[str, float], str]:
+        """Return what no ε covers, and ε: it is computed now and then, for the steps ahead."""
         found = self._engine.diagnostics()  # a collective
         if self._run.world.is_main and step > self._epsilon_step:  # the others show nothing
             self._look_ahead(step)
-        return PrivacyFacts(
-            epsilon=self._epsilon,
-            is_exact=step == self._epsilon_step,
-            median_norm=found.median_norm,
-            clipped_fraction=found.clipped_fraction,
-            num_dropped=found.num_dropped,
-            is_secure=self._privacy.secure_noise,
-        )
+        metrics: dict[str, float] = {
+            "privacy/median_norm": found.median_norm,
+            "privacy/clipped_fraction": found.clipped_fraction,
+            "privacy/num_dropped": found.num_dropped,
+        }
+        # Of a seeded run ε is infinite: this is what it would be under a secret key.
+        is_secure, is_exact = self._privacy.secure_noise, step == self._epsilon_step
+        if is_exact:
+            name = "privacy/epsilon" if is_secure else "privacy/epsilon_if_secret"
+            metrics[name] = self._epsilon
+        what = "ε" if is_secure else "seeded: ε if secret"
+        return metrics, f"{what} {'=' if is_exact else '≤'} {self._epsilon:.3f}"
 
     def _look_ahead(self, step: int) -> None:
         """Compute ε as it will be after the steps until the next time."""

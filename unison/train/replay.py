@@ -7,12 +7,10 @@ releases nothing that the run has not released.
 """
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import unison
 from unison.config import WHOLE_SHARDINGS, Execution, TrainConfig
@@ -69,51 +67,18 @@ class ReplayConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplayResult:
-    """What a replay came to.
-
-    Attributes:
-        run: The folder of the run.
-        world_size: Ranks that replayed.
-        begins: The step whose checkpoint it began with.
-        steps: The stretch (a, b).
-        num_compared: Steps of it that were compared.
-        num_equal: Those that are the same to the bit.
-        parting: The first that is not; None if all are.
-        conditions: What the bits depend on besides the settings, and is not as it was.
-        digest: One hash of all parameters at the end.
-        notes: What a person should know of how it began.
-        without: Rows that were emptied.
-        out: Where the model without them lies; None for an ordinary replay.
-        trace: Where the trace of the stretch lies.
-        epsilon: `"inf"` of what gives rows of a private run away: a model without some of them,
-            made with the same noise, and a trace, which holds norms and sums without noise.
-    """
-
-    run: str
-    world_size: int
-    begins: int
-    steps: tuple[int, int]
-    num_compared: int
-    num_equal: int
-    parting: Parting | None
-    conditions: list[str]
-    digest: str
-    notes: list[str] = field(default_factory=list)
-    without: tuple[int, ...] = ()
-    out: str | None = None
-    trace: str | None = None
-    epsilon: str | None = None
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether every step that was compared is the same to the bit."""
-        return self.parting is None
-
-
-def replay(config: ReplayConfig) -> ReplayResult:
+def replay(config: ReplayConfig) -> dict[str, Any]:
     """Take a stretch of a run again on this process's rank; every rank of the world must call it.
+
+    Returns:
+        What it came to, the same on all ranks: `run`, the folder; `world_size`; `begins`, the step
+        whose checkpoint it began with; `steps`, the stretch (a, b); `num_compared` and `num_equal`,
+        steps of it that were compared, and are the same to the bit; `parting`, the first that is
+        not; `conditions`, what the bits depend on besides the settings, and is not as it was;
+        `digest`, one hash of all parameters at the end; `notes`, what a person should know of how
+        it began; `without`, `out` and `trace` as asked for; and `epsilon`: `"inf"` of what gives
+        rows of a private run away, which are a model without some of them, made with the same
+        noise, and a trace, which holds norms and sums without noise.
 
     Raises:
         UnisonError: On every rank alike.
@@ -191,7 +156,7 @@ def check_replay(config: ReplayConfig, num_ranks: int) -> tuple[TrainConfig, tup
     return asked, (first, stop)
 
 
-def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
+def _replay_in(world: World, asked: ReplayConfig) -> dict[str, Any]:
     with ExitStack() as stack:
         config, (first, stop) = world.on_main(partial(check_replay, asked, world.size))
         mechanism = config.mechanism
@@ -238,25 +203,42 @@ def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
                     break
         digest = unison.digest(model)
         compared = [parting for step, parting in partings.items() if step > first]
-        result = ReplayResult(
-            run=asked.run,
-            world_size=world.size,
-            begins=begins,
-            steps=(first, stop),
-            num_compared=len(compared),
-            num_equal=compared.count(None),
-            parting=next(filter(None, partings.values()), None),
-            conditions=run.changed_conditions(),
-            digest=digest,
-            notes=run.notes,
-            without=asked.without,
-            out=asked.out,
-            trace=asked.trace,
-            epsilon="inf" if mechanism.privacy and (asked.without or asked.trace) else None,
-        )
+        parting = next(filter(None, partings.values()), None)
+        result = {
+            "run": asked.run,
+            "world_size": world.size,
+            "begins": begins,
+            "steps": (first, stop),
+            "num_compared": len(compared),
+            "num_equal": compared.count(None),
+            "parting": parting,
+            "conditions": run.changed_conditions(),
+            "digest": digest,
+            "notes": run.notes,
+            "without": asked.without,
+            "out": asked.out,
+            "trace": asked.trace,
+            "epsilon": "inf" if mechanism.privacy and (asked.without or asked.trace) else None,
+        }
         if asked.out is not None:
+            out = Path(asked.out)
             parameters = {n: value.cpu() for n, value in full_parameters(model) if world.is_main}
-            write = partial(write_counterfactual, Path(asked.out), result, model, parameters)
+
+            def write() -> None:
+                out.mkdir(parents=True)
+                # First: without it the folder would look like that of any other model.
+                what = {
+                    "of": asked.run,
+                    "without": list(asked.without),
+                    "steps": stop,
+                    "digest": digest,
+                    "epsilon": result["epsilon"],
+                    "warning": "compared with the run's own model this gives away what is in the "
+                    "rows that were left out; keep it with the data, and do not publish it",
+                }
+                write_json(out / COUNTERFACTUAL_FILE, what)
+                save(model.config, parameters, out)
+
             world.on_main(write)
         return result
 
@@ -278,24 +260,3 @@ def compare_with(record: Record, found: StepRecord) -> Parting | None:
             f"({parting.unit}): one of the two is of another run"
         )
     return parting
-
-
-def write_counterfactual(
-    out: Path, result: ReplayResult, model: Any, parameters: dict[str, torch.Tensor]
-) -> None:
-    """Write the model of a replay without some rows, in a folder that says what it is."""
-    out.mkdir(parents=True)
-    # First: without it the folder would look like that of any other model.
-    write_json(
-        out / COUNTERFACTUAL_FILE,
-        {
-            "of": result.run,
-            "without": list(result.without),
-            "steps": result.steps[1],
-            "digest": result.digest,
-            "epsilon": result.epsilon,
-            "warning": "compared with the run's own model this gives away what is in the rows that "
-            "were left out; keep it with the data, and do not publish it",
-        },
-    )
-    save(model.config, parameters, out)

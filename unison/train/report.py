@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from unison import run_files
 from unison.config import TrainConfig
 from unison.privacy import LEDGER_FILE
 from unison.replay import RECORD_FILE
-from unison.train.regime import PrivacyFacts
 from unison.train.run_folder import describe_environment, write_json
 from unison.train.step import settings_of
 
@@ -256,23 +255,33 @@ class ProgressView(progress.Progress):
             super().stop()
 
     def show_step(
-        self, step: int, loss: float, speed: float, privacy: PrivacyFacts | None = None
+        self,
+        step: int,
+        loss: float,
+        speed: float,
+        privacy: Mapping[str, float] | None = None,
+        epsilon: str = "",
     ) -> None:
-        """Show that step `step` (counted from 1) is done, at `speed` tokens per second."""
+        """Show that step `step` (counted from 1) is done, at `speed` tokens per second.
+
+        Args:
+            step: Its number.
+            loss: Of its rows.
+            speed: In all steps so far.
+            privacy: In a private run, metrics that no ε covers.
+            epsilon: And ε, in words.
+        """
         if not self.disable:
-            first = f"loss {loss:.3f}"
-            if privacy is not None:
+            if privacy:
                 self._below = _not_covered(loss, privacy)
-                first = _epsilon_words(privacy)
+            first = epsilon or f"loss {loss:.3f}"
             self.update(self._task, completed=step, first=first, speed=f"{speed:,.0f}")
         elif step % self._output.log_every == 0 or step == self._num_steps:
             seconds = time.perf_counter() - self._started
             left = seconds / (step - self._first) * (self._num_steps - step)
-            first = f"loss {loss:.4f}" if privacy is None else _epsilon_words(privacy)
-            line = (
-                f"step {step}/{self._num_steps}  {first}  {speed:,.0f} tokens/s  {left:.0f} s left"
-            )
-            if privacy is not None and self._output.unsafe_diagnostics:
+            line = f"step {step}/{self._num_steps}  {epsilon or f'loss {loss:.4f}'}  "
+            line += f"{speed:,.0f} tokens/s  {left:.0f} s left"
+            if privacy and self._output.unsafe_diagnostics:
                 line += f"  {_not_covered(loss, privacy)}"
             self.note(line)
 
@@ -291,15 +300,10 @@ class ProgressView(progress.Progress):
             say(self.console, text)
 
 
-def _epsilon_words(privacy: PrivacyFacts) -> str:
-    what = "ε" if privacy.is_secure else "seeded: ε if secret"
-    return f"{what} {'=' if privacy.is_exact else '≤'} {privacy.epsilon:.3f}"
-
-
-def _not_covered(loss: float, privacy: PrivacyFacts) -> str:
-    median = "–" if math.isnan(privacy.median_norm) else f"{privacy.median_norm:.3g}"
+def _not_covered(loss: float, privacy: Mapping[str, float]) -> str:
+    median, dropped = privacy["privacy/median_norm"], privacy["privacy/num_dropped"]
     words = (
-        f"not covered by ε: loss {loss:.3f}, clipped {privacy.clipped_fraction:.0%}, "
-        f"median norm {median}"
+        f"not covered by ε: loss {loss:.3f}, clipped {privacy['privacy/clipped_fraction']:.0%}, "
+        f"median norm {'–' if math.isnan(median) else f'{median:.3g}'}"
     )
-    return words + (f", {privacy.num_dropped} not finite" if privacy.num_dropped else "")
+    return words + (f", {dropped} not finite" if dropped else "")

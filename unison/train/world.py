@@ -341,7 +341,14 @@ class Parallel:
             case "full" | "zero2" | "hybrid":
                 mesh = None
                 if shard == "hybrid":
-                    mesh = hybrid_mesh(device_type, world_size, replicas or DEFAULT_REPLICAS)
+                    replicas = replicas or DEFAULT_REPLICAS
+                    if world_size % replicas:
+                        raise BadInput(
+                            f"replicas={replicas} must divide the number of ranks, {world_size}; "
+                            "pass another --replicas or --nproc"
+                        )
+                    shape, names = (replicas, world_size // replicas), ("replicate", "shard")
+                    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
                 unison.auto_shard(
                     model,
                     mesh=mesh,
@@ -396,22 +403,6 @@ class Parallel:
                 gradient.mul_(factor.to(gradient.device, gradient.dtype))
             return norm.item()
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm).item()
-
-
-def hybrid_mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh:
-    """Arrange the ranks as copies of a sharded model, neighbours within one copy.
-
-    Raises:
-        BadInput: If the ranks do not make equal copies.
-    """
-    if world_size % replicas:
-        raise BadInput(
-            f"replicas={replicas} must divide the number of ranks, {world_size}; pass another "
-            "--replicas or --nproc"
-        )
-    return init_device_mesh(
-        device_type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard")
-    )
 
 
 def shard_with_fsdp2(
@@ -532,7 +523,11 @@ def run_on_local_ranks(work: Callable[[Config], T], config: Config, *, num_ranks
         if signals:  # ranks that had not begun, or could not go on
             raise StopSignals.stopped("before its ranks had ended", signals[0]) from None
         rank, failure = error.get_first_failure()
-        said = _traceback_of(failure)
+        said = failure.error_file_data.get("message", {})
+        if isinstance(said, dict):
+            said = said.get("extraInfo", {}).get("py_callstack", "") or failure.message
+        else:
+            said = f"{said} (exit code {failure.exitcode})"
         _, found, sentence = said.strip().rpartition(f"{OutOfRoom.__name__}: ")
         if found and "\n" not in sentence:
             raise OutOfRoom(sentence) from None
@@ -566,10 +561,3 @@ def _run_one(
         # launcher tells of the rank that it finds ended, so it must find this one alone.
         time.sleep(5 * MONITOR_INTERVAL)
         raise
-
-
-def _traceback_of(failure) -> str:
-    details = failure.error_file_data.get("message", {})
-    if isinstance(details, dict):
-        return details.get("extraInfo", {}).get("py_callstack", "") or failure.message
-    return f"{details} (exit code {failure.exitcode})"

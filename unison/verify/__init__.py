@@ -6,5 +6,5 @@ from unison.verify.ladder import Comparison, Difference, compare
 from unison.verify.page import page
 from unison.verify.purity import Purity, purity
 from unison.verify.quantities import RUNGS, Quantity, Trace
-from unison.verify.runs import RunComparison, RunFolder, compare_runs
+from unison.verify.runs import RunComparison, compare_runs
 from unison.verify.trace import Tracer, trace

@@ -317,12 +317,14 @@ def run_case(
     granule = subject.granule if is_ordered else None
     if case.training == "private":
         engine = PrivacyEngine(secure_noise=False, accountant="rdp")
+        rows = subject.rows()
+        data: Any = [tree_map(itemgetter(i), rows) for i in range(len(tree_leaves(rows)[0]))]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
             model, optimizer, batches = engine.make_private(
                 module=model,
                 optimizer=optimizer,
-                data_loader=DataLoader(_one_by_one(subject.rows()), subject.batch_size),
+                data_loader=DataLoader(data, subject.batch_size),
                 noise_multiplier=0.7,
                 max_grad_norm=0.5,
                 expected_batch_size=subject.batch_size,
@@ -396,12 +398,6 @@ def sharded(model: nn.Module, case: Case) -> nn.Module:
         options["mesh"] = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
     lay = shard.fully_shard if case.shard == "root" else shard.auto_shard
     return lay(model, reducer=case.reducer, gradient_divisor=1, **options)
-
-
-def _one_by_one(rows: Batch) -> Any:
-    """The rows as a data set."""
-    count = len(tree_leaves(rows)[0])
-    return [tree_map(itemgetter(index), rows) for index in range(count)]
 
 
 def _batches(rows: Batch, subject: Subject) -> list[Batch]:

@@ -203,7 +203,11 @@ def try_claims(
             found = compared(claim, run)
             largest = max(largest, found.largest)
             if not found.is_equal:
-                faults.append(f"{in_words(run)} and the reference: {said_of(found)}")
+                said = found.verdict[0].lower() + found.verdict[1:]
+                # The files are gone by the time it is read.
+                for source, words in zip(found.sources, ("the reference", "this run"), strict=True):
+                    said = said.replace(source, words)
+                faults.append(f"{in_words(run)} and the reference: {said}")
         verdicts.append(
             Verdict(
                 claim=claim.name,
@@ -216,14 +220,6 @@ def try_claims(
             )
         )
     return verdicts
-
-
-def said_of(found: Comparison) -> str:
-    """The verdict without the names of files that are gone by the time it is read."""
-    said = found.verdict
-    for source, words in zip(found.sources, ("the reference", "this run"), strict=True):
-        said = said.replace(source, words)
-    return said[0].lower() + said[1:]
 
 
 def in_words(run: Run) -> str:

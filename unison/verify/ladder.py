@@ -24,7 +24,13 @@ from unison.verify.quantities import RUNGS, Quantity, Trace, positions
 OF_ROWS = {"inputs", "activations", "per-sample norms", "coefficients"}
 _ROUNDING = 1e-5  # of what is compared: no fault of a formula is that small
 _SMALL = 1e-2  # of the largest values of a rung: smaller ones are compared as if they were so
-_EPSILON = {"float64": 2**-52, "float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}
+# The bits of a floating-point number; bfloat16 is the upper half of float32.
+_FLOATS: dict[str, tuple[Any, Any, int]] = {
+    "float64": (np.float64, np.uint64, 0),
+    "float32": (np.float32, np.uint32, 0),
+    "float16": (np.float16, np.uint16, 0),
+    "bfloat16": (np.float32, np.uint32, 16),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,25 +66,6 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RungComparison:
-    """One rung of one step.
-
-    Attributes:
-        step: Counted from 0.
-        rung: Its name.
-        num_compared: Quantities of it.
-        num_differing: Those that differ.
-        largest: The largest distance between two.
-    """
-
-    step: int
-    rung: str
-    num_compared: int
-    num_differing: int
-    largest: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Two runs, side by side.
 
@@ -87,7 +74,8 @@ class Comparison:
         num_ranks: Ranks of each.
         tolerance: Distances up to this are no difference; 0 for the same bits.
         first: Where they first part; None if they agree.
-        rungs: All rungs that both have.
+        rungs: All rungs that both have: the `step`, the `rung`, `num_compared` quantities,
+            `num_differing` of them, and the `largest` distance.
         left_out: Rungs that only one of them has.
         conditions: What the bits depend on besides the settings, and is not the same for both.
     """
@@ -96,7 +84,7 @@ class Comparison:
     num_ranks: tuple[int, int]
     tolerance: float
     first: Difference | None
-    rungs: list[RungComparison]
+    rungs: list[dict[str, Any]]
     left_out: list[str]
     conditions: list[str]
 
@@ -108,15 +96,15 @@ class Comparison:
     @property
     def largest(self) -> float:
         """The largest distance of any quantity; 0 if all bits are the same."""
-        return max((each.largest for each in self.rungs), default=0.0)
+        return max((each["largest"] for each in self.rungs), default=0.0)
 
     @property
     def verdict(self) -> str:
         """What the comparison came to, in a sentence or two."""
         if self.first is not None:
             return f"They first part at {self.first}"
-        num_steps = len({each.step for each in self.rungs})
-        count = sum(each.num_compared for each in self.rungs)
+        num_steps = len({each["step"] for each in self.rungs})
+        count = sum(each["num_compared"] for each in self.rungs)
         how = "in every bit" if not self.tolerance else f"to {self.tolerance:.0e}"
         steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
         return f"They agree {how}: {count:,} quantities of {steps}."
@@ -170,13 +158,13 @@ def compare(
         tolerance=tolerance,
         first=first,
         rungs=[
-            RungComparison(
-                step=step,
-                rung=RUNGS[rung],
-                num_compared=len(distances),
-                num_differing=sum(each > tolerance for each in distances),
-                largest=max(distances),
-            )
+            {
+                "step": step,
+                "rung": RUNGS[rung],
+                "num_compared": len(distances),
+                "num_differing": sum(each > tolerance for each in distances),
+                "largest": max(distances),
+            }
             for (step, rung), distances in rungs.items()
         ],
         left_out=[RUNGS[rung] for rung in sorted(left_out)],
@@ -233,24 +221,16 @@ def ulps_between(a: float, b: float, dtype: str) -> int | None:
     >>> ulps_between(1.0, 1.0 + 2**-23, "float32"), ulps_between(0.0, -0.0, "float64")
     (1, 0)
     """
-    if dtype not in _EPSILON or not (math.isfinite(a) and math.isfinite(b)):
+    if dtype not in _FLOATS or not (math.isfinite(a) and math.isfinite(b)):
         return None
-    places = []
-    for each in (a, b):
-        word = _bits(abs(each), dtype)
-        places.append(-word if math.copysign(1.0, each) < 0 else word)
-    return abs(places[0] - places[1])
+    one, other = (_bits(abs(each), dtype) for each in (a, b))
+    have_one_sign = math.copysign(1.0, a) == math.copysign(1.0, b)
+    return abs(one - other) if have_one_sign else one + other
 
 
 def _bits(value: float, dtype: str) -> int:
     """The bits of a floating-point number, as a number."""
-    # bfloat16 is the upper half of float32.
-    wide, bits, shift = {
-        "float64": (np.float64, np.uint64, 0),
-        "float32": (np.float32, np.uint32, 0),
-        "float16": (np.float16, np.uint16, 0),
-        "bfloat16": (np.float32, np.uint32, 16),
-    }[dtype]
+    wide, bits, shift = _FLOATS[dtype]
     return int(np.asarray(value, wide).view(bits)) >> shift
 
 
@@ -432,7 +412,7 @@ class _Pair:
             return False
         differ = (p != q) & ~(np.isnan(p) & np.isnan(q))
         pairs = list(zip(p[differ], q[differ], strict=True))
-        if len(pairs) != 1 or self.x.dtype not in _EPSILON:
+        if len(pairs) != 1 or self.x.dtype not in _FLOATS:
             return False if pairs or len(p) == self.x.numel else None
         one, other = (_bits(each, self.x.dtype) for each in pairs[0])
         return (one ^ other).bit_count() == 1

@@ -80,9 +80,24 @@ def purity(model: nn.Module, batch: Any, *, granule: int = 1, loss: Loss | None 
         apart = [_run(_copy(model), part, loss)[0] for part in reversed(cut)][::-1]
         for part in list(deal([batch], granule=granule, micro_batch=granule)):
             _run(second, part, loss)
-        reasons = _differences(together, apart, first, second)
     except UnsupportedOperation as error:
-        reasons = [str(error)]
+        return Purity((str(error),))
+    reasons = [
+        f"granule {index} has other outputs after the granules before it than alone on a "
+        "model of its own: something goes from one call of the model to the next"
+        for index, (a, b) in enumerate(zip(together, apart, strict=True))
+        if not all(map(_are_equal, a, b))
+    ]
+    one, other = (
+        {f"gradient of {name}": each.grad for name, each in model.named_parameters()}
+        | {f"buffer {name}": each for name, each in model.named_buffers()}
+        for model in (first, second)
+    )
+    reasons += [
+        f"the {name} depends on how granules are cut into passes"
+        for name in one
+        if not _are_equal(one[name], other[name])
+    ]
     return Purity(tuple(reasons))
 
 
@@ -104,39 +119,6 @@ def _run(model: nn.Module, rows: Any, loss: Loss) -> list[list[Tensor]]:
     batch_mean(loss(output, rows)).backward()
     found = [each for each in tree_leaves(output) if isinstance(each, PerGranule)]
     return [list(each) for each in zip(*(each.parts for each in found), strict=True)]
-
-
-def _differences(
-    together: list[list[Tensor]],
-    apart: list[list[Tensor]],
-    first: nn.Module,
-    second: nn.Module,
-) -> list[str]:
-    """What differs, in sentences.
-
-    Args:
-        together: The outputs of each granule, all of one pass.
-        apart: The same, each of a pass and a model of its own, the last one first.
-        first: The model after all granules in one pass.
-        second: After a pass for each.
-    """
-    reasons = []
-    for index, (a, b) in enumerate(zip(together, apart, strict=True)):
-        if not all(map(_are_equal, a, b)):
-            reasons.append(
-                f"granule {index} has other outputs after the granules before it than alone on a "
-                "model of its own: something goes from one call of the model to the next"
-            )
-    one, other = (
-        {f"gradient of {name}": each.grad for name, each in model.named_parameters()}
-        | {f"buffer {name}": each for name, each in model.named_buffers()}
-        for model in (first, second)
-    )
-    return reasons + [
-        f"the {name} depends on how granules are cut into passes"
-        for name in one
-        if not _are_equal(one[name], other[name])
-    ]
 
 
 def _are_equal(first: Tensor | None, second: Tensor | None) -> bool:

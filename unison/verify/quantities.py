@@ -326,7 +326,12 @@ def merged(step: int, rung: str, name: str, parts: Sequence[Contribution], count
         norm = math.sqrt(sum(squares[key] for key in once.values()))
         shape = first.shape
     else:
-        found = _rows_in_blocks(blocks, first.num_rows)
+        # A digest per row, or for runs of neighbours where there are many.
+        found = [0] * min(MAX_ROWS, first.num_rows)
+        for row, each in blocks.items():
+            place = row * len(found) // first.num_rows
+            own = each * (2 * row + 1) if first.num_rows > MAX_ROWS else each
+            found[place] = (found[place] + own) & _MASK
         flat = {place: each for of_row in values.values() for place, each in of_row.items()}
         norm, shape = math.sqrt(sum(squares.values())), (first.num_rows, *first.shape)
     return Quantity(
@@ -363,17 +368,6 @@ def alike(rung: str, of_all: Sequence[Mapping[tuple[str, str], Contribution]]) -
         if np.allclose(heads[a], heads[b], rtol=1e-4, atol=0)
         for name in (a[0], b[0])
     }
-
-
-def _rows_in_blocks(digests: Mapping[int, int], num_rows: int) -> list[int]:
-    """A digest per row, or for runs of neighbours where there are many."""
-    found = [0] * min(MAX_ROWS, num_rows)
-    for row, each in digests.items():
-        place = row * len(found) // num_rows
-        found[place] = (
-            found[place] + (each * (2 * row + 1) if num_rows > MAX_ROWS else each)
-        ) & _MASK
-    return found
 
 
 # ---- reading -------------------------------------------------------------------------------------

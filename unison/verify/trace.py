@@ -78,7 +78,7 @@ def trace(
     check.not_negative(first_step=first_step)
     if model in _traced:
         raise BadInput("the model is traced already; leave one of the two `trace` blocks out")
-    tracer = Tracer(model, optimizer, num_values=num_values, keep=keep, first_step=first_step)
+    tracer = Tracer(model, optimizer, num_values, keep, first_step)
     _traced.add(model)
     try:
         tracer._begin(Path(file), notes or {}, activations=activations)
@@ -98,7 +98,6 @@ class Tracer:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        *,
         num_values: int,
         keep: Sequence[tuple[str, str]],
         first_step: int,
