@@ -290,24 +290,21 @@ def overlap(
 
 
 def tune(total: int) -> None:
-    """Print the time of other tile sizes."""
+    """Print the time of other tile sizes of normal values; secure ones have one size."""
     from unison.kernels.random_triton import LAUNCH
 
     out = torch.empty(total, device="cuda")
-    for cipher, fn in (
-        (Cipher.PHILOX, lambda: normal(PHILOX, (total,), out=out)),
-        (Cipher.CHACHA20, lambda: secure_normal(CHACHA, (total,), 1.0, out=out)),
-    ):
-        kept = dict(LAUNCH[cipher])
-        for tile, num_warps in itertools.product((64, 128, 256, 512, 1024), (2, 4, 8)):
-            if not 1 <= tile // (32 * num_warps) <= 8:
-                continue
-            LAUNCH[cipher].update(TILE=tile, num_warps=num_warps)
-            for _ in range(2):
-                fn()
-            seconds = min(cuda_seconds(fn) for _ in range(5))
-            print(f"{cipher.name:9s} TILE={tile:5d} num_warps={num_warps}: {seconds * 1e3:.3f} ms")
-        LAUNCH[cipher].update(kept)
+    options = LAUNCH[Cipher.PHILOX]
+    kept = dict(options)
+    for tile, num_warps in itertools.product((64, 128, 256, 512, 1024), (2, 4, 8)):
+        if not 1 <= tile // (32 * num_warps) <= 8:
+            continue
+        options.update(TILE=tile, num_warps=num_warps)
+        for _ in range(2):
+            normal(PHILOX, (total,), out=out)
+        seconds = min(cuda_seconds(lambda: normal(PHILOX, (total,), out=out)) for _ in range(5))
+        print(f"TILE={tile:5d} num_warps={num_warps}: {seconds * 1e3:.3f} ms")
+    options.update(kept)
 
 
 def main() -> None:

@@ -48,11 +48,12 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     """
     try:
         with open_regular(path) as file:
-            data = file.read(most + 1)
+            size = os.fstat(file.fileno()).st_size
+            data = file.read() if size <= most else b""
     except (OSError, ValueError) as error:  # the latter of a name with a NUL in it
         reason = error.strerror if isinstance(error, OSError) else error
         raise BadInput(f"{path} cannot be read: {reason}") from None
-    if len(data) > most:
+    if max(size, len(data)) > most:
         raise BadInput(f"{path} has more than {most:,} bytes, which no file of unison has")
     return data
 

@@ -356,8 +356,9 @@ def test_kernels_read_tables_that_were_filled_later():
 # ---- AdamW with the release ------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("distance", [0.49, 0.2])  # of the latter more are open than lists hold
 @interpreted
-def test_a_step_of_adamw_is_taken_with_the_released_gradients():
+def test_a_step_of_adamw_is_taken_with_the_released_gradients(distance):
     """Of aligned and other tensors, whose elements may be open: by the formula of Adam."""
     from unison.kernels import multi_tensor
 
@@ -372,10 +373,11 @@ def test_a_step_of_adamw_is_taken_with_the_released_gradients():
     weights, steps = weights_of(3, 2), torch.tensor([3.0, 3.0, 4.0])
     alone, found = outs_like(values), outs_like(values)
     with as_on_cuda():
-        step = multi_tensor.AdamWStep(*given, multi_tensor.adamw_rates(numbers, steps))
-        noise = (recipes_of(3, distance=0.49), [0, 3, 512])
+        rates = multi_tensor.adamw_rates(numbers, steps)
+        step = multi_tensor.AdamWStep(given[0], given[1], given[2], rates)
+        noise = (recipes_of(3, distance=distance), [0, 3, 512])
         multi_tensor.release(values, weights, noise, 4.0, alone)
-        noise = (recipes_of(3, distance=0.49), [0, 3, 512])
+        noise = (recipes_of(3, distance=distance), [0, 3, 512])
         multi_tensor.release(values, weights, noise, 4.0, found, step)
     assert_all_same_bits(found, alone)
     for i, gradient in enumerate(x.double() for x in found):

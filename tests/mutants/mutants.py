@@ -205,6 +205,12 @@ _RNG = [
     ("samples_dim", "shape[0] % num_rows == 0", "shape[0] == num_rows"),
     ("attend_whole", ".triu(1)", ".triu(0)"),
     ("Permutation.__init__", "half + half % 2", "half"),
+    ("coarse_steps", "distance - reach * scale", "distance"),
+    ("decided_steps", "(v << 9)", "(v << 8)"),
+    ("secure_places", "// (4 * SECURE_BLOCKS) * 4", "// (4 * SECURE_BLOCKS) * 2"),
+    ("open_kernel", "mask &= is_open", "mask &= inside"),
+    ("_adamw", "tl.fma(-beta2, gradient, gradient)", "gradient"),
+    ("adamw_rates", "1 - torch.pow(beta1, steps)", "1 - beta1"),
 ]
 _KFAC = [
     ("update_layers", "max(num_tokens, 1)", "num_labels"),

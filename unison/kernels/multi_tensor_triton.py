@@ -11,7 +11,7 @@ float64, samples one after the other.
 
 # Triton's own annotations do not describe what its compiler accepts.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 
 import math
 from collections.abc import Iterator, Sequence
