@@ -7,22 +7,3 @@ from unison.capture.probes import ProbeState, probe_rows, state_kept
 from unison.capture.recompute import RngAutocastState, rng_autocast_state
 from unison.capture.separation import MixingReport, check_samples_apart, examine
 from unison.capture.tracked import Tracked
-
-__all__ = [
-    "AxisTable",
-    "Capture",
-    "MixingReport",
-    "ProbeState",
-    "RngAutocastState",
-    "Tracked",
-    "batch_size_of",
-    "check_samples_apart",
-    "examine",
-    "generators_kept",
-    "learn_axes",
-    "learn_rows",
-    "probe_rows",
-    "resized",
-    "rng_autocast_state",
-    "state_kept",
-]

@@ -20,26 +20,3 @@ from unison.ops.registry import RULES, Builder, Rule, Tap, rule, rule_of
 
 # Importing them fills the table.
 _FILES = (attention, cross_entropy, elementwise, embedding, linear, norm, recurrent)
-
-__all__ = [
-    "RULES",
-    "Builder",
-    "Dense",
-    "Layout",
-    "Lookup",
-    "Product",
-    "Record",
-    "Rule",
-    "Streamed",
-    "Tap",
-    "in_rows",
-    "is_lookup",
-    "looked_up",
-    "part_of",
-    "per_sample",
-    "plain_record",
-    "reshaped",
-    "rule",
-    "rule_of",
-    "transposed",
-]
