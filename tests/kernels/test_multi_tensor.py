@@ -389,3 +389,22 @@ def test_a_step_of_adamw_is_taken_with_the_released_gradients(distance):
         expected = params[i].double() * (1 - lr * decay) - lr * change, mean, square
         for new, exact in zip((each[i] for each in given), expected, strict=True):
             torch.testing.assert_close(new.double(), exact, rtol=3e-5, atol=1e-7)
+
+
+@interpreted
+def test_kernels_that_draw_other_noise_are_refused():
+    """As if a compiler had lost what the second kernel does."""
+    from unison.errors import UnsupportedOperation
+    from unison.kernels import multi_tensor_triton as kernels
+
+    class Nothing:
+        def __getitem__(self, grid):
+            return lambda *args, **options: None
+
+    check = kernels.require_reference_noise.__wrapped__
+    check(torch.device("cpu"))
+    with (
+        mock.patch.object(kernels, "open_kernel", Nothing()),
+        pytest.raises(UnsupportedOperation, match="of 8192 values differ"),
+    ):
+        check(torch.device("cpu"))

@@ -15,6 +15,7 @@ float64, samples one after the other.
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unison.errors import UnsupportedOperation
 from unison.kernels import random
 from unison.kernels.available import on_device_of
 from unison.kernels.multi_tensor import AdamWStep, NoiseDraw, on_device, tile_map
@@ -312,7 +314,7 @@ def _adamw(param, gradient, mean, square, rates):
     inverse = _inverse_root(square)
     root = square * inverse
     root = tl.fma(tl.fma(-root, root, square), 0.5 * inverse, root)
-    root = tl.where(square > 0.0, root, square)
+    root = tl.where(square < 2.0**-126, 0.0, root)  # of which the hardware takes no root
     ratio = root * inverse_correction
     ratio = tl.fma(tl.fma(-correction, ratio, root), inverse_correction, ratio)
     below, above = ratio + eps, step_size * mean
@@ -622,6 +624,8 @@ def release(
 ) -> None:
     """See `multi_tensor.release` and `combine`."""
     if noise is not None:
+        if outs[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+            require_reference_noise(outs[0].device)
         _add_noise(values, weights, noise, divisor, outs, step)
         return
     # Sums and per-sample gradients may come together: a row of weights is as long as the longest.
@@ -683,6 +687,31 @@ def _add_noise(
             recipes.zero_()  # a copy: the key does not stay behind in device memory
 
 
+@cache
+def require_reference_noise(device: torch.device) -> None:
+    """Draw some noise once on a device, and compare it with what plain torch draws.
+
+    Whoever compiled the kernels wrong would take privacy away, and no loss would tell.
+
+    Raises:
+        UnsupportedOperation: The bits differ.
+    """
+    floats = random.secure_floats(0.7, 2.0**-20)
+    kind = random.Distribution.SECURE_NORMAL
+    recipe = random.Recipe(random.Cipher.CHACHA20, tuple(range(10)), kind, floats)
+    expected, found = torch.empty(1 << 13), torch.empty(1, 1 << 13, device=device)
+    random.fill_reference(expected, recipe, torch.tensor([5]), expected.numel())
+    noise = recipe.pack()[None].to(device), [5]
+    _add_noise([found[None, 0]], None, noise, 1.0, [found[0]])
+    differ = int((found[0].cpu() != expected).sum())
+    if differ:
+        raise UnsupportedOperation(
+            f"Triton {triton.__version__} on {device} draws other noise than plain torch: {differ} "
+            f"of {expected.numel()} values differ, and privacy would not hold. Use another release "
+            "of Triton, or train on the CPU"
+        )
+
+
 def draw_rows(out: Tensor, recipe: Tensor, starts: Sequence[int]) -> None:
     """Fill rows with secure normals, each from a number on in the same stream.
 
@@ -691,6 +720,8 @@ def draw_rows(out: Tensor, recipe: Tensor, starts: Sequence[int]) -> None:
         recipe: Of the stream; zeros afterwards, wherever it is.
         starts: The first of each row.
     """
+    if out.is_cuda and not torch.cuda.is_current_stream_capturing():
+        require_reference_noise(out.device)
     recipes = recipe.to(out.device, non_blocking=True)[None]
     if recipes.device != recipe.device:
         recipe.zero_()  # it holds the key

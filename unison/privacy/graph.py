@@ -356,7 +356,7 @@ class StepGraph:
 # What noise costs is arithmetic, and what AdamW costs is memory: in one kernel a part of one is
 # hidden behind the other, and gradients are not read again.
 
-LEAST_EPS = 1e-20  # quotients by less are not those of a division
+LEAST_EPS = 1e-9  # beside which the root of a number that float32 holds no more is nothing
 
 
 def rates_of(optimizer: Optimizer, owned: Sequence[ShardedParam]) -> Tensor | None:
@@ -384,6 +384,7 @@ def rates_of(optimizer: Optimizer, owned: Sequence[ShardedParam]) -> Tensor | No
             and group["eps"] >= LEAST_EPS
             and parameter.dtype in (torch.float32, torch.bfloat16)
             and all(x.dtype == parameter.dtype and x.is_contiguous() for x in tensors)
+            and all(x.data_ptr() % 16 == 0 for x in tensors)  # as what is rehearsed with
         ):
             return None
         rows.append([0.0 if isinstance(numbers[0], Tensor) else numbers[0], *numbers[1:]])
