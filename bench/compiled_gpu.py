@@ -9,8 +9,9 @@ in an order that rotates; ratios are paired by round. Rounds lie between two of 
 256, …, at which private training checks again that samples do not mix: what that takes is in the
 steps before (`warm_up_seconds`). Memory is the peak of one step of a contender less what was
 allocated before it was built. `--passes 1 --rows 4 --tokens 512 --graphs` is one pass per step, in
-which both sides are CUDA graphs, optimizer included; there steps are timed in blocks as well, which
-nothing waits for, and what each kernel takes is written beside them.
+which both sides are CUDA graphs, optimizer included; there a contender takes ten steps a round that
+nothing waits for in between, as `python -m bench clipping` times them. Beside them is a step that
+is waited for (`seconds_alone`: what the host does first is in it), and what each kernel takes.
 
 The result is bench/results/compiled-gpu.json. Opacus takes part if its source is in an ignored
 folder (`pip install --no-deps --target bench/peers/site opacus opt_einsum`).
@@ -31,6 +32,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -270,7 +272,8 @@ def private_graph(name: str, shape: Shape, device: str) -> Step:
     )
 
     def losses_of(ids: Tensor) -> Tensor:
-        return unison.per_sample_loss(model(input_ids=ids).logits[:, :-1], ids[:, 1:])
+        labels = F.pad(ids[:, 1:], (0, 1), value=-100)  # as transformers' loss does: no copy
+        return unison.per_sample_loss(model(input_ids=ids).logits, labels)
 
     def batches() -> Iterator[Tensor]:
         while True:
@@ -355,8 +358,8 @@ def warmed_up(step: Step, device: str, rounds: int) -> list[float]:
     return warm_up
 
 
-def block_seconds(step: Step, num_steps: int = 20) -> float:
-    """Of one step among many that are not waited for."""
+def block_seconds(step: Step, num_steps: int = 10) -> float:
+    """Of one step among many that are not waited for, as recorded steps are taken."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(num_steps):
@@ -419,21 +422,26 @@ def measure(
     times: dict[str, list[float]] = {kind: [] for kind in steps}
     gc.collect()
     gc.freeze()  # compilers leave millions of objects behind, which take a second to look through
+    is_graph = wanted.items() <= GRAPHS.items()
     for number in range(rounds):
         order = list(steps)[number % len(steps) :] + list(steps)[: number % len(steps)]
         for kind in order:
-            times[kind].append(seconds(steps[kind], device))
+            step = steps[kind]
+            times[kind].append(block_seconds(step) if is_graph else seconds(step, device))
     for kind, each in times.items():
         figures[kind] |= {"median_seconds": statistics.median(each), "seconds": each}
         if kind != REFERENCE and REFERENCE in times:
             figures[kind]["ratio"] = ratio_of(each, times[REFERENCE]).figures()
             least = figures[REFERENCE]["peak_gib"]
             figures[kind]["memory_ratio"] = figures[kind]["peak_gib"] / least if least else None
-    if wanted.items() <= GRAPHS.items():
+    if is_graph:
+        for _ in range(rounds):
+            for kind, step in steps.items():
+                figures[kind].setdefault("seconds_alone", []).append(seconds(step, device))
         for kind, step in steps.items():
-            figures[kind]["block_seconds"] = [block_seconds(step) for _ in range(3)]
-            figures[kind]["kernel_ms"] = kernel_ms(step)
-            print(kind, figures[kind]["block_seconds"], figures[kind]["kernel_ms"]["all"])
+            alone = statistics.median(figures[kind]["seconds_alone"])
+            figures[kind] |= {"median_seconds_alone": alone, "kernel_ms": kernel_ms(step)}
+            print(kind, times[kind], alone, figures[kind]["kernel_ms"]["all"])
     gc.unfreeze()
     for step in steps.values():
         if step.engine is not None:

@@ -72,8 +72,7 @@ def _tile(side, sample, token, feature, BT: tl.constexpr, BF: tl.constexpr):
     return tile
 
 
-# Not specialised: of one token, tiles that are loaded and the one that is stored would not share
-# memory, and there would not be enough.
+# Not specialised: a kernel for all batches.
 @triton.jit(do_not_specialize=["batch", "tokens"])
 def _weighted_kernel(
     table, layers, first_tiles, weights, batch, tokens,
@@ -101,12 +100,15 @@ def _weighted_kernel(
             value = tl.dot(tl.trans(x), y, value)
         # A sample of weight 0 is left out: it may hold NaN.
         total = tl.where(weight != 0.0, total + as_sum(weight * value, TOTAL), total)
+    # From registers: nobody waits for the memory, and the multiprocessor begins its next tile.
     pointer = tl.multiple_of(tl.load(row + OUT).to(tl.pointer_type(TOTAL)), 16)
-    of_row = (columns.to(tl.int64) // 8) * 8
-    out = tl.make_tensor_descriptor(pointer, [rows, columns], [of_row, 1], [BM, BN])
+    columns = (columns // 8) * 8
+    m, n = at_row + tl.arange(0, BM), at_column + tl.arange(0, BN)
+    at = pointer + (m[:, None].to(tl.int64) * columns + n[None, :])
+    mask = (m < rows)[:, None] & (n < columns)[None, :]
     if ADD:
-        total += out.load([at_row, at_column])
-    out.store([at_row, at_column], total)
+        total += tl.load(at, mask=mask, other=0)
+    tl.store(at, total, mask=mask)
 
 
 @triton.jit

@@ -531,9 +531,10 @@ _SQUARE_TILE, _COMBINE_TILE = 8192, 4096
 _SAMPLES_AT_ONCE = 4
 _MOST_LISTS, _OPEN_AT_ONCE = 4096, 128
 _MOST_ROWS = 1 << 16  # in one launch
-_OPEN_SHARE = (
-    1 / 256
-)  # of elements, and more than that: no list overflows, and all is right if one does
+_NUM_CHECKED = 1 << 13  # values that a device draws before its noise is used: some twenty are open
+_MOST_REGISTERS = 96  # of a thread: 21 programs at a time on a multiprocessor, an eighth faster
+# More elements than are open: no list overflows, and all is right if one does.
+_OPEN_SHARE = 1 / 256
 
 
 def _launches(
@@ -676,8 +677,9 @@ def _add_noise(
         options = constants | {"HAS_SUM": weights is not None, "ADAMW": step is not None}
         with on_device_of(outs[0]):
             noisy_kernel[(len(tensors),)](
-                *given, **options, **_samples_of(batch), num_warps=1, enable_fp_fusion=False
-            )
+                *given, **options, **_samples_of(batch), num_warps=1, maxnreg=_MOST_REGISTERS,
+                enable_fp_fusion=False,
+            )  # fmt: skip
             del options["ALIGNED"]
             open_kernel[(num_lists,)](
                 *given, len(tensors), **options, AT_ONCE=_OPEN_AT_ONCE, num_warps=4,
@@ -699,7 +701,7 @@ def require_reference_noise(device: torch.device) -> None:
     floats = random.secure_floats(0.7, 2.0**-20)
     kind = random.Distribution.SECURE_NORMAL
     recipe = random.Recipe(random.Cipher.CHACHA20, tuple(range(10)), kind, floats)
-    expected, found = torch.empty(1 << 13), torch.empty(1, 1 << 13, device=device)
+    expected, found = torch.empty(_NUM_CHECKED), torch.empty(1, _NUM_CHECKED, device=device)
     random.fill_reference(expected, recipe, torch.tensor([5]), expected.numel())
     noise = recipe.pack()[None].to(device), [5]
     _add_noise([found[None, 0]], None, noise, 1.0, [found[0]])

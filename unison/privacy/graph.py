@@ -530,10 +530,11 @@ class RecordedPass:
         release, size = running.release, current.logical_size
         grid = grid_of_pass(release, size, recorded.num_rows)
         recorded.check(batch, grid)
+        # The device is at work while the host looks at the rest: nothing is out before the release.
+        recorded.replay(batch, current.num_samples, grid)
         if current.is_last:
             training.check_trained()
             training.open_release(running, size)
-        recorded.replay(batch, current.num_samples, grid)
         running.norms.append(recorded.norms[: current.num_samples].clone())
         first = current.first_position
         running.positions.append(torch.arange(first, first + current.num_samples))
