@@ -685,3 +685,41 @@ def test_no_operation_of_torchs_is_silently_wrong():
         assert sorted(set(wrong)) == []
         assert len(found) > 400
         assert sum(outcome == "computed" for outcome in found.values()) > 50
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@ranks(3)
+def test_rprop_writes_where_signs_differ(world: World, foreach: bool) -> None:
+    """It sets gradients to 0 by a mask: an operation element by element, spelt as indexing."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(20, 70), nn.Tanh(), nn.Linear(70, 3)).double()
+    sharded = fully_shard(copy.deepcopy(alone))
+    models = alone, sharded
+    optimizers = [torch.optim.Rprop(each.parameters(), lr=0.5, foreach=foreach) for each in models]
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        rows = [inputs(rank, step).double() for rank in range(3)]
+        alone(torch.cat(rows)).square().mean().backward()
+        sharded(rows[world.rank]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    found = full_state_dict(sharded)
+    for name, value in alone.state_dict().items():
+        assert_close(found[name], value)
+
+
+@ranks(2)
+def test_what_is_written_by_other_indices_is_refused(world: World) -> None:
+    weight = fully_shard(nn.Linear(4, 3)).weight.detach()
+    before, mask = weight.full_tensor(), weight > 0
+    for indices, value in [
+        ((torch.tensor([0]),), torch.tensor(1.0)),
+        ((mask.full_tensor(),), torch.tensor(1.0)),
+        ((mask,), torch.ones(int(mask.sum()))),
+    ]:
+        with pytest.raises(NeedsWhole, match="index_put_ needs all of"):
+            weight.index_put_(indices, value)
+    assert_same_bits(weight.full_tensor(), before)
+    weight[mask] = 0.5
+    assert_same_bits(weight.full_tensor(), before.masked_fill(before > 0, 0.5))

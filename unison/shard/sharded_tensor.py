@@ -418,6 +418,16 @@ def _elementwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return written
 
 
+def _write_where(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """`x[mask] = number`, where every rank holds the same elements of both; Rprop does that."""
+    shard, indices, value, *others = args
+    mask = indices[0] if len(indices) == 1 else None
+    is_mask = type(mask) is ShardedTensor and mask.dtype == torch.bool
+    if type(shard) is not ShardedTensor or not is_mask or value.numel() != 1 or any(others):
+        return _refuse(func, args, kwargs)
+    return _elementwise(aten.masked_fill_.Tensor, (shard, mask, value.reshape(())), {})
+
+
 def _on_lists(schema: Any) -> Handler:
     """An operation on lists: item i of each lies where item i of the first does, or is plain."""
     is_written = [argument.is_write for argument in schema.arguments]
@@ -611,6 +621,7 @@ _handlers: dict[Any, Handler] = {
     **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default), _new),
     aten.new_empty_strided.default: _new,
     aten.copy_.default: _copy,
+    aten.index_put_.default: _write_where,
     aten.linalg_vector_norm.default: _vector_norm,
     aten._foreach_norm.Scalar: _norms_of_list,
     **dict.fromkeys((aten.sum.default, aten.mean.default), _sum),
