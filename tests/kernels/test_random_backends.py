@@ -120,7 +120,7 @@ def test_half_precision_is_float32_rounded_once_more():
 @pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.full)])
 @interpreted
 def test_triton_equals_reference_in_the_interpreter(is_full):
-    for element in OPEN_ONES:
+    for element in OPEN_ONES if is_full else OPEN_ONES[:1]:
         recipe = fine_recipe()
         expected = drawn("reference", recipe, torch.float64, [element - 3], 7)
         assert torch.equal(drawn("triton", recipe, torch.float64, [element - 3], 7), expected)
