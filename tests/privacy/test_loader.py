@@ -1,8 +1,10 @@
 """Batches of a private loader are those that were drawn, whatever its settings."""
 
+import gc
 import itertools
 import pickle
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -73,6 +75,21 @@ def test_workers_read_ahead_and_the_plan_stays_with_its_batch(is_persistent):
     left = loader.current.step
     loader.abandon()
     assert joined(run_epoch(loader)) == expected(RARE, range(left, 100))
+
+
+def test_what_was_left_is_freed_without_a_collector_of_garbage():
+    """Which would close queues before workers are told to end, and wait for them."""
+    inner = DataLoader(Numbered(), batch_size=10, num_workers=1, persistent_workers=True)
+    loader = PrivateLoader(inner, RARE, KEY, max_physical_batch_size=1)
+    next(iter(loader))
+    loader.abandon()
+    freed = weakref.ref(loader._loader)
+    gc.disable()
+    try:
+        del inner, loader
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.full

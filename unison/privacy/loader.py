@@ -320,10 +320,13 @@ class PrivateLoader:
         first = self._next_step
         steps = range(first, (first // len(self) + 1) * len(self))  # to the end of its epoch
         drawn = drawn_records(self._sampling, self._key, self._num_records, steps)
+        # Nothing that workers are given may hold this loader: garbage in a circle has its queues
+        # closed before its workers are told to end, and they are waited for, 5 seconds each.
+        share = self._share
         passes, ahead = itertools.tee(
             each
             for step, records in zip(steps, drawn, strict=True)
-            for each in physical_batches(records, step=step, **self._share)
+            for each in physical_batches(records, step=step, **share)
         )
         wanted = (each.record_ids.tolist() for each in ahead if each.num_samples)
         # Before the first batch, record 0 once and twice: what grows from the first to the second
